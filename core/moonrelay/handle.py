@@ -5,25 +5,23 @@ Owns the versioned wire form. Payload bytes never pass through a handle; a handl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from moonrelay.payload import ChunkPlan, TensorSpec
+from moonrelay.layout import ChunkPlan, Extent, TensorSpec
 
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A range of host memory of this process; never on a wire.
-
-    Attributes:
-        address: First byte, in this process's address space.
-        nbytes: Length in bytes.
-    """
-
-    address: int
-    nbytes: int
+__all__ = [
+    "ControlAddress",
+    "DirectAddress",
+    "EngineAddress",
+    "Extent",
+    "LeaseTerms",
+    "Region",
+    "RelayAddress",
+    "StageHandle",
+    "TensorLocation",
+]
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,3 +111,31 @@ class StageHandle(msgspec.Struct, frozen=True, kw_only=True):
     relay: RelayAddress | None = None
     schema: str | None = None
     metadata: dict[str, Any] | None = None
+
+    def to_bytes(self) -> bytes:
+        """Return the versioned wire form (skeleton)."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> StageHandle:
+        """Rebuild a handle from its wire form (skeleton)."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        raise NotImplementedError
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+        return self.chunks.count
+
+    @property
+    def spec(self) -> object:
+        """The payload's tree with a `TensorSpec` where each tensor was."""
+        raise NotImplementedError
+
+    def chunk_nbytes(self, chunk: int) -> int:
+        """Return the bytes of one chunk."""
+        raise NotImplementedError
