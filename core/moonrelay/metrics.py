@@ -1,6 +1,6 @@
 """Counters and histograms of what the events say.
 
-Owns the numbers of one process. Fed by events only; labels are small closed sets or bounded words, and never hold an id.
+Owns the numbers of one process. Fed by events only; labels are closed sets or bounded words, and never hold an id.
 Rendering is Prometheus' text format 0.0.4, with no client library.
 """
 
@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 from moonrelay.events import Event
@@ -40,13 +41,15 @@ BYTES_BUCKETS: Final = tuple(float(1 << power) for power in range(10, 33, 2))
 MAX_WORDS: Final = 64
 
 #: Metric name to (type, help).
-_HELP: Final[Mapping[str, tuple[str, str]]] = {
-    "moonrelay_events_total": ("counter", "Events, by name, stage, kind and path."),
-    "moonrelay_errors_total": ("counter", "Failures, retries and fallbacks, by event and error code."),
-    "moonrelay_bytes_total": ("counter", "Bytes of published, staged, spilled and delivered payloads."),
-    "moonrelay_duration_seconds": ("histogram", "How long an event's work took."),
-    "moonrelay_payload_bytes": ("histogram", "Sizes of published payloads."),
-}
+_HELP: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "moonrelay_events_total": ("counter", "Events, by name, stage, kind and path."),
+        "moonrelay_errors_total": ("counter", "Failures, retries and fallbacks, by event and error code."),
+        "moonrelay_bytes_total": ("counter", "Bytes of published, staged, spilled and delivered payloads."),
+        "moonrelay_duration_seconds": ("histogram", "How long an event's work took."),
+        "moonrelay_payload_bytes": ("histogram", "Sizes of published payloads."),
+    }
+)
 
 Labels = tuple[tuple[str, str], ...]
 Snapshot = dict[str, dict[Labels, "float | HistogramValue"]]

@@ -184,9 +184,10 @@ class Registry:
 
         Blocks: for as long as the plugins' imports take.
         """
-        return tuple(self._describe(name) for name in self.names())
+        return tuple(self.describe_one(name) for name in self.names())
 
-    def _describe(self, name: str) -> PluginInfo:
+    def describe_one(self, name: str) -> PluginInfo:
+        """Load one name and say how it went; see `describe`."""
         found = self._found().get(name, ())
         built_in = name in self._built_in
         error = None
@@ -278,7 +279,7 @@ def _remedy(exc: BaseException, distribution: str) -> str:
     extra = missing_extra(module) if module else None
     if extra is not None:
         return f"pip install 'moonrelay[{extra}]'"
-    if module is not None and module.partition(".")[0] == "moonrelay_diffusers":
+    if module == "moonrelay_diffusers":
         return "pip install moonrelay, or put adapters/diffusers on PYTHONPATH"
     if distribution == DISTRIBUTION:
         return "see `moonrelay doctor`"

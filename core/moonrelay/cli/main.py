@@ -1,0 +1,204 @@
+"""The command ``moonrelay``: finds the command asked for, and is the outermost frame of what it does.
+
+Owns exit codes, the log level, and what happens on Ctrl-C. A command's module is imported only when it is called, so
+that ``moonrelay --help`` needs none of them.
+
+Exit codes: 0 done, 1 a failure, 2 a wrong setting or argument, 130 Ctrl-C, 143 asked to terminate.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Annotated, Final, NoReturn, TypeVar, cast
+
+import typer
+
+from moonrelay.config import from_environment, require_one_of
+from moonrelay.errors import ConfigError, MoonrelayError, PluginError
+
+ResultT = TypeVar("ResultT")
+Command = Callable[..., object]
+
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LazyCommand:
+    """A command whose module is imported when it is called.
+
+    Attributes:
+        name: What the user types.
+        target: ``module:attribute`` of a function for typer, or of a `typer.Typer` with subcommands.
+        help: One line for ``moonrelay --help``.
+    """
+
+    name: str
+    target: str
+    help: str
+
+
+COMMANDS: Final = (
+    LazyCommand(
+        name="demo",
+        target="moonrelay.cli.demo:demo",
+        help="Turn prompts into videos through encode, denoise and decode processes; compare with the undivided run.",
+    ),
+    LazyCommand(
+        name="doctor",
+        target="moonrelay.cli.doctor:doctor",
+        help="Say what is installed, loadable and reachable, and how to mend what is not.",
+    ),
+    LazyCommand(name="worker", target="moonrelay.cli.worker:worker", help="Run one worker of a stage."),
+    LazyCommand(name="bench", target="moonrelay.cli.bench:bench", help="Measure the connector on this machine."),
+    LazyCommand(
+        name="adapters",
+        target="moonrelay.cli.adapters:adapters",
+        help="List adapters, engines, relays, queues, policies and observers, and whether they load.",
+    ),
+)
+
+
+@dataclass(slots=True)
+class _Frame:
+    """What the global options say to the frame round a command."""
+
+    debug: bool = False
+
+
+def make_app(argv: Sequence[str] = (), commands: Sequence[LazyCommand] = COMMANDS) -> typer.Typer:
+    """Build the command line, importing only the module of the command that ``argv`` names.
+
+    Args:
+        argv: Arguments without the program's name.
+        commands: What there is to call.
+    """
+    frame = _Frame()
+    app = typer.Typer(
+        name="moonrelay",
+        help="Disaggregated diffusion serving over Mooncake.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def options(
+        log_level: Annotated[
+            str, typer.Option(help=f"One of {', '.join(LOG_LEVELS)}; or MOONRELAY_LOG_LEVEL.", show_default="warning")
+        ] = "",
+        debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")] = False,
+    ) -> None:
+        frame.debug = debug
+        _framed(frame, set_log_level)(log_level or from_environment("LOG_LEVEL") or "warning")
+
+    @app.command(help="Print the version.")
+    def version() -> None:
+        typer.echo(installed_version())
+
+    called = next((word for word in argv if word in {command.name for command in commands}), None)
+    for command in commands:
+        if command.name == called:
+            _register(app, frame, command)
+        else:
+            app.command(command.name, help=command.help)(_stub)
+    return app
+
+
+def main() -> NoReturn:
+    """Run the command line and exit; the entry point ``moonrelay``."""
+    signal.signal(signal.SIGTERM, _on_terminate)
+    argv = sys.argv[1:]
+    frame = _Frame(debug="--debug" in argv)
+    app = _framed(frame, make_app)(argv)
+    _framed(frame, app)(args=argv, prog_name="moonrelay")
+    raise SystemExit(0)
+
+
+def installed_version() -> str:
+    """Return the installed distribution's version, ``"unknown (checkout)"`` where there is no metadata."""
+    try:
+        return importlib.metadata.version("moonrelay")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (checkout)"
+
+
+def set_log_level(level: str) -> None:
+    """Send log records to stderr: our packages' from ``level`` on, everybody else's from WARNING on.
+
+    Raises:
+        ConfigError: ``level`` is none of `LOG_LEVELS`.
+    """
+    chosen = _LogSettings(log_level=level.lower())
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    for name in ("moonrelay", "moonrelay_diffusers"):
+        logging.getLogger(name).setLevel(chosen.log_level.upper())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LogSettings:
+    log_level: str
+
+    def __post_init__(self) -> None:
+        require_one_of(self, "log_level", LOG_LEVELS)
+
+
+def _register(app: typer.Typer, frame: _Frame, command: LazyCommand) -> None:
+    part = _import(command)
+    if isinstance(part, typer.Typer):
+        for info in part.registered_commands:
+            if info.callback is not None:
+                info.callback = _framed(frame, info.callback)
+        app.add_typer(part, name=command.name, help=command.help)
+    else:
+        app.command(command.name)(_framed(frame, cast("Command", part)))
+
+
+def _import(command: LazyCommand) -> object:
+    module_name, _, attribute = command.target.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except ImportError as exc:
+        message = f"the command {command.name!r} cannot be loaded: {exc}; see `moonrelay doctor`"
+        raise PluginError(message, command=command.name) from exc
+
+
+def _framed(frame: _Frame, function: Callable[..., ResultT]) -> Callable[..., ResultT]:
+    """Wrap a command: its failures become one line on stderr and an exit code, Ctrl-C becomes 130.
+
+    By the time this frame sees an exception, the command's context managers have ended what it started.
+    """
+
+    @functools.wraps(function)
+    def framed(*args: object, **kwargs: object) -> ResultT:
+        try:
+            return function(*args, **kwargs)
+        except KeyboardInterrupt:
+            sys.stderr.write("interrupted\n")
+            raise SystemExit(130) from None
+        except MoonrelayError as exc:
+            if frame.debug:
+                raise
+            sys.stderr.write(f"error: {exc}\n")
+            raise SystemExit(2 if isinstance(exc, ConfigError) else 1) from exc
+
+    return framed
+
+
+def _on_terminate(_signal: int, _frame: FrameType | None) -> None:
+    raise SystemExit(143)
+
+
+def _stub() -> None:
+    """Stand for a command that was not called."""
+
+
+if __name__ == "__main__":
+    main()
