@@ -48,8 +48,12 @@ class TransferEngine(ABC):
 
     #: Name in the entry-point group ``moonrelay.transfers``.
     name: ClassVar[str]
-    #: Whether memory that this engine did not allocate can be registered.
+    #: Whether memory that this engine did not allocate can be registered, so that peers may read it.
     registers_foreign_memory: ClassVar[bool] = True
+    #: Whether a read may land in memory that is neither allocated by this engine nor registered with it.
+    lands_in_foreign_memory: ClassVar[bool] = False
+    #: A piece size that suits this engine better than ``config.piece_bytes`` when that is larger; ``None``: any.
+    preferred_piece_bytes: ClassVar[int | None] = None
 
     @abstractmethod
     def __init__(self, config: TransferConfig) -> None:
@@ -79,7 +83,19 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def release(self, region: Region) -> None:
-        """Unregister and unmap what ``allocate`` gave. Idempotent."""
+        """Unregister and unmap what ``allocate`` gave. Idempotent; also after `close`.
+
+        Threads: may be called by a finalizer, in any thread, during any other method of this engine.
+        """
+
+    def commit(  # noqa: B027 - most engines have nothing to do
+        self, region: Region, offset: int, nbytes: int
+    ) -> None:
+        """Make sure that the pages of a part of an allocated region can be touched; called before its first use.
+
+        Raises:
+            CapacityError: The system has no such memory left.
+        """
 
     @abstractmethod
     def register(self, address: int, nbytes: int) -> Region:
@@ -113,6 +129,13 @@ class TransferEngine(ABC):
             ClosedError: After ``close``.
         """
 
+    def forget(self, peer: EngineAddress) -> None:  # noqa: B027 - most engines have nothing to do
+        """Drop what is cached about a peer that is gone. Harmless when it is not."""
+
     @abstractmethod
     def close(self) -> None:
-        """Stop the engine and give back all its memory and registrations. Idempotent. Blocks: seconds at most."""
+        """Stop the engine; peers can read nothing of it afterwards. Idempotent. Blocks: seconds at most.
+
+        Operations still running become ``FAILED`` (and quiet). Regions that were allocated and not released stay
+        mapped, because tensors in them may outlive the engine, until `release`.
+        """

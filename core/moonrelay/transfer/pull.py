@@ -1,40 +1,92 @@
-"""SKELETON (signatures hold; bodies follow within minutes)."""
+"""The pull: many pieces read from a peer in a window, reported in order, never left half watched.
+
+Owns the pieces of one call and their retries. What is still in flight when a call ends early goes to the quarantine.
+Payload bytes pass only through the engine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import enum
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moonrelay.clock import Clock, Deadline
+from moonrelay.errors import Cancelled, MoonrelayError, TransferFailed, TransferTimeout
 from moonrelay.handle import EngineAddress, Region
-from moonrelay.transfer.base import Operation, TransferEngine
+from moonrelay.transfer.base import Operation, OperationState, TransferEngine
+from moonrelay.transfer.quarantine import Quarantine
+
+logger = logging.getLogger(__name__)
+
+_POLL_MIN_S = 50e-6
+_POLL_MAX_S = 1e-3
+#: Reads of one piece: the first, and one more, since engines fail now and then on a healthy peer.
+_ATTEMPTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
+    """One contiguous range to read.
+
+    Attributes:
+        region: The peer's region that holds it.
+        remote_address: First byte, in the peer's address space.
+        local_address: Destination in this process.
+        nbytes: Length; zero is fine.
+    """
+
     region: Region
     remote_address: int
     local_address: int
     nbytes: int
 
 
-class Quarantine:
-    def __init__(self, clock: Clock) -> None: ...
-    def hold(self, operations: Sequence[Operation], on_quiet: Callable[[], None]) -> None: ...
-    def poll(self) -> int:
-        """Poll what is held, call ``on_quiet`` of what became quiet, return how many pulls are still held."""
-        raise NotImplementedError
+class Landing(enum.Enum):
+    """Where a piece is on its way."""
 
-    busy: int
+    WAITING = "waiting"
+    IN_FLIGHT = "in flight"
+    LANDED = "landed"
 
-    def close(self, timeout_s: float) -> bool:
-        raise NotImplementedError
+
+class _Piece:
+    __slots__ = ("attempts", "landing", "move", "move_index", "nbytes", "offset", "operation")
+
+    def __init__(self, move: Move, move_index: int, offset: int, nbytes: int) -> None:
+        self.move = move
+        self.move_index = move_index
+        self.offset = offset
+        self.nbytes = nbytes
+        self.attempts = 0
+        self.landing = Landing.WAITING
+        self.operation: Operation | None = None
 
 
 class Puller:
+    """Reads ranges of a peer's memory into local memory.
+
+    Args:
+        engine: A started engine.
+        window: Reads in flight per call.
+        piece_bytes: Largest single read; an engine may prefer smaller ones.
+        clock: The clock on which it waits.
+        quarantine: Takes what is in flight when a call ends early.
+
+    Threads: ``pull`` from any thread, also several at once.
+    """
+
     def __init__(
         self, engine: TransferEngine, *, window: int, piece_bytes: int, clock: Clock, quarantine: Quarantine
-    ) -> None: ...
+    ) -> None:
+        self._engine = engine
+        self._window = window
+        self._piece_bytes = min(piece_bytes, engine.preferred_piece_bytes or piece_bytes)
+        self._clock = clock
+        self._quarantine = quarantine
+
     def pull(
         self,
         peer: EngineAddress,
@@ -45,7 +97,171 @@ class Puller:
         cancelled: Callable[[], bool] | None = None,
         on_quiet: Callable[[], None] | None = None,
     ) -> None:
-        """Raises TransferFailed, TransferTimeout, Cancelled, ClosedError, or what on_landed raised.
+        """Read all moves; return when every byte has landed.
 
-        ``on_quiet`` is called exactly once, on every way out, as soon as no operation of this pull can write any more.
+        Args:
+            peer: Whose memory.
+            moves: What to read where. Destinations must not overlap.
+            deadline: Until when.
+            on_landed: Called as ``(move_index, offset, nbytes)``, in this thread, in the order of the moves and of the
+                bytes in them, as soon as a piece and all before it have landed; later ones are in flight meanwhile. A
+                move of zero bytes is reported too.
+            cancelled: Asked between polls; true ends the call.
+            on_quiet: Called exactly once, whichever way the call ends, as soon as no read of it can write any more:
+                before ``pull`` returns, or later by the quarantine (then ``context['pending']`` of the error says how
+                many reads are in flight). Must not raise.
+
+        Raises:
+            TransferFailed: A piece failed twice; ``__cause__`` is the engine's reason.
+            TransferTimeout: The deadline passed.
+            Cancelled: ``cancelled()`` was true.
+            ClosedError: The engine was closed.
+
+        Blocks: until done, or the deadline.
         """
+        run = _Run(self._engine, peer, self._window, _pieces(moves, self._piece_bytes))
+        try:
+            self._drive(run, deadline, on_landed, cancelled)
+        except BaseException as exc:
+            running = run.running()
+            if isinstance(exc, MoonrelayError) and running:
+                exc.context["pending"] = len(running)
+            self._quarantine.hold(running, on_quiet or _nothing)
+            raise
+        if on_quiet is not None:
+            on_quiet()
+
+    def _drive(
+        self,
+        run: _Run,
+        deadline: Deadline,
+        on_landed: Callable[[int, int, int], None] | None,
+        cancelled: Callable[[], bool] | None,
+    ) -> None:
+        idle = threading.Condition()
+        pause = _POLL_MIN_S
+        while True:
+            if cancelled is not None and cancelled():
+                message = "the pull was cancelled"
+                raise Cancelled(message, peer=run.peer.address)
+            progress = run.collect()
+            progress |= run.fill()
+            landed = run.next_landed()
+            if landed is not None:
+                if on_landed is not None:
+                    on_landed(landed.move_index, landed.offset, landed.nbytes)
+                continue
+            if run.finished:
+                return
+            if deadline.expired:
+                message = f"{run.landed_bytes} bytes arrived within {deadline.timeout_s} s, not all"
+                raise TransferTimeout(message, peer=run.peer.address)
+            pause = _POLL_MIN_S if progress else min(2 * pause, _POLL_MAX_S)
+            with idle:
+                self._clock.wait(idle, deadline.remaining(pause))
+
+
+class _Run:
+    """The pieces of one pull: what waits, what flies, what has landed and was not reported."""
+
+    def __init__(self, engine: TransferEngine, peer: EngineAddress, window: int, pieces: Iterator[_Piece]) -> None:
+        self.peer = peer
+        self.landed_bytes = 0
+        self._engine = engine
+        self._window = window
+        self._pieces = pieces
+        self._again: deque[_Piece] = deque()
+        self._flying: list[_Piece] = []
+        self._unreported: deque[_Piece] = deque()
+        self._exhausted = False
+
+    @property
+    def finished(self) -> bool:
+        return self._exhausted and not self._unreported
+
+    def collect(self) -> bool:
+        """Ask about every read in flight; say whether any ended."""
+        flying = [piece for piece in self._flying if not self._ended(piece)]
+        ended = len(flying) < len(self._flying)
+        self._flying = flying
+        return ended
+
+    def fill(self) -> bool:
+        """Start reads until the window is full, or one has landed at once and wants to be reported first."""
+        started = False
+        while len(self._flying) < self._window:
+            piece = self._next_piece()
+            if piece is None:
+                return started
+            started = True
+            if piece.nbytes == 0:
+                piece.landing = Landing.LANDED
+                return True
+            piece.attempts += 1
+            piece.operation = self._engine.read(
+                self.peer,
+                piece.move.region,
+                piece.move.remote_address + piece.offset,
+                piece.move.local_address + piece.offset,
+                piece.nbytes,
+            )
+            piece.landing = Landing.IN_FLIGHT
+            self._flying.append(piece)
+            if piece.operation.poll() is not OperationState.RUNNING:
+                self.collect()
+                return True
+        return started
+
+    def next_landed(self) -> _Piece | None:
+        """Take the first piece not reported, when it has landed."""
+        if self._unreported and self._unreported[0].landing is Landing.LANDED:
+            return self._unreported.popleft()
+        return None
+
+    def running(self) -> list[Operation]:
+        """Return the reads that are not terminal."""
+        operations = [piece.operation for piece in self._flying if piece.operation is not None]
+        return [operation for operation in operations if operation.poll() is OperationState.RUNNING]
+
+    def _next_piece(self) -> _Piece | None:
+        if self._again:
+            return self._again.popleft()
+        piece = next(self._pieces, None)
+        if piece is None:
+            self._exhausted = True
+            return None
+        self._unreported.append(piece)
+        return piece
+
+    def _ended(self, piece: _Piece) -> bool:
+        operation = piece.operation
+        if operation is None:
+            return True
+        state = operation.poll()
+        if state is OperationState.RUNNING:
+            return False
+        if state is OperationState.DONE:
+            piece.landing = Landing.LANDED
+            self.landed_bytes += piece.nbytes
+            return True
+        reason = operation.error
+        if piece.attempts >= _ATTEMPTS or (reason is not None and not reason.retryable):
+            message = f"a read of {piece.nbytes} bytes failed after {piece.attempts} attempt(s): {reason}"
+            raise TransferFailed(message, peer=self.peer.address) from reason
+        logger.debug("read of %d bytes from %s failed, trying again: %s", piece.nbytes, self.peer.address, reason)
+        piece.landing = Landing.WAITING
+        piece.operation = None
+        self._again.append(piece)
+        return True
+
+
+def _pieces(moves: Sequence[Move], piece_bytes: int) -> Iterator[_Piece]:
+    for index, move in enumerate(moves):
+        if move.nbytes == 0:
+            yield _Piece(move, index, 0, 0)
+        for offset in range(0, move.nbytes, piece_bytes):
+            yield _Piece(move, index, offset, min(piece_bytes, move.nbytes - offset))
+
+
+def _nothing() -> None:
+    """Do nothing: nobody waits for the memory."""
