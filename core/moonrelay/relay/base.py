@@ -13,7 +13,6 @@ from moonrelay.clock import Deadline
 from moonrelay.config import StoreConfig
 from moonrelay.handle import Extent
 
-
 #: Called exactly once when nothing can touch the ``parts`` of a put or get any more; must not raise or block.
 OnQuiet = Callable[[], None]
 
@@ -57,9 +56,7 @@ class Relay(ABC):
         """A URL by which another process reaches the same store."""
 
     @abstractmethod
-    def put(
-        self, key: str, parts: Sequence[Extent], deadline: Deadline, *, on_quiet: OnQuiet | None = None
-    ) -> None:
+    def put(self, key: str, parts: Sequence[Extent], deadline: Deadline, *, on_quiet: OnQuiet | None = None) -> None:
         """Store the concatenation of ``parts`` (host memory of this process) under a new key, hard-pinned, verified.
 
         Args:
@@ -78,9 +75,7 @@ class Relay(ABC):
         """
 
     @abstractmethod
-    def get(
-        self, key: str, parts: Sequence[Extent], deadline: Deadline, *, on_quiet: OnQuiet | None = None
-    ) -> bool:
+    def get(self, key: str, parts: Sequence[Extent], deadline: Deadline, *, on_quiet: OnQuiet | None = None) -> bool:
         """Read an object into ``parts``, whose total size must be the object's size exactly.
 
         Blocks: until read, or the deadline.
@@ -117,7 +112,7 @@ class Relay(ABC):
     def remove(self, keys: Iterable[str], deadline: Deadline) -> None:
         """Remove objects by force, whatever read lease the store holds on them. Missing keys are fine."""
 
-    def age_s(self, key: str) -> float | None:  # noqa: ARG002 - a default
+    def age_s(self, key: str) -> float | None:
         """Return a lower bound of the seconds since ``key`` was stored; ``None`` where the store cannot tell.
 
         Never compares clocks of two hosts.
@@ -136,7 +131,7 @@ class Relay(ABC):
 
     @abstractmethod
     def keys(self, prefix: str, deadline: Deadline) -> list[str]:
-        """Return the keys that begin with ``prefix``, complete objects and, where the store shows them, unfinished ones.
+        """Return the keys that begin with ``prefix``, complete objects and, where the store shows them, others.
 
         Raises:
             TransferFailed, TransferTimeout, PeerLost: The listing does not answer.
