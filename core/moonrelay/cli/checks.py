@@ -1,7 +1,6 @@
 """What `moonrelay doctor` makes of a machine: findings, each with a remedy.
 
-Owns the judgement only; it is pure but for the probes of `moonrelay.cli.probes`. What a part needs is written down here,
-once.
+Owns the judgement only; it is pure but for the probes of `moonrelay.cli.probes`. What a part needs stands here, once.
 """
 
 from __future__ import annotations

@@ -1,0 +1,51 @@
+# The few commands there are. Each makes .venv first, which takes minutes once and nothing afterwards.
+#   make demo  [ARGS="--kill denoise"]     make bench [ARGS="overhead --json"]     make test [PYTEST="-k lease"]
+.PHONY: help setup demo test lint unit wheel docs bench doctor clean
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+ARGS ?=
+PYTEST ?=
+BIN := .venv/bin
+
+help:
+	@echo 'make demo    prompts become videos in three pools of processes; ARGS="--kill decode", "--transfer-mode store" ...'
+	@echo 'make test    lint, types, all tests, then the wheel and its tests'
+	@echo 'make lint    ruff and mypy alone          make unit   the fast tests alone'
+	@echo 'make docs    write docs/reference from the docstrings'
+	@echo 'make bench   measure on this machine      make doctor what is installed and reachable'
+	@echo 'make clean   delete .venv and all that was built'
+
+setup:
+	@tools/setup.sh
+
+demo: setup
+	$(BIN)/moonrelay demo $(ARGS)
+
+bench: setup
+	$(BIN)/moonrelay bench $(if $(ARGS),$(ARGS),overhead)
+
+doctor: setup
+	$(BIN)/moonrelay doctor $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: setup
+	$(BIN)/python -m pytest tests/unit tests/property tests/test_architecture.py $(PYTEST)
+
+test: lint
+	$(BIN)/python tools/make_reference.py --check
+	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/nox --session wheel
+
+wheel: setup
+	$(BIN)/nox --session wheel
+
+docs: setup
+	$(BIN)/python tools/make_reference.py
+
+clean:
+	rm -rf .venv .nox build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
