@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
@@ -174,9 +175,9 @@ class Registry:
             PluginError: As `load`, or it is something else; the message says what.
         """
         part = self.load(name)
-        if isinstance(part, type) and issubclass(part, base):
+        if isinstance(part, type) and issubclass(part, base) and not inspect.isabstract(part):
             return part
-        message = f"{self._label()} {name!r} is {part!r}, which is no subclass of {base.__name__}"
+        message = f"{self._label()} {name!r} is {part!r}, which is no concrete subclass of {base.__name__}"
         raise PluginError(message, group=self.group, plugin=name)
 
     def describe(self) -> tuple[PluginInfo, ...]:
