@@ -135,7 +135,7 @@ class ChunkPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         dim: The dimension of the payload's one tensor along which it is cut; ``None`` for a payload in one piece.
-        sizes: Size of each chunk along ``dim``, balanced as by ``torch.tensor_split``; ``(1,)`` where ``dim`` is ``None``.
+        sizes: Size of each chunk along ``dim``, balanced as by ``torch.tensor_split``; ``(1,)`` without ``dim``.
     """
 
     dim: int | None
@@ -152,7 +152,7 @@ WHOLE: Final = ChunkPlan(dim=None, sizes=(1,))
 
 
 def split_sizes(size: int, count: int) -> tuple[int, ...]:
-    """Return the sizes into which ``torch.tensor_split`` cuts ``size`` in ``count`` chunks: the first ones one larger."""
+    """Return the sizes of ``count`` chunks of ``size``, as ``torch.tensor_split``: the first ones one larger."""
     base, larger = divmod(size, count)
     return (base + 1,) * larger + (base,) * (count - larger)
 
@@ -170,8 +170,8 @@ def check_spec(spec: TensorSpec, field: str) -> None:
     if len(spec.shape) > MAX_DIMS:
         raise WireError(f"{len(spec.shape)} dimensions, at most {MAX_DIMS} are possible", field=f"{field}.shape")
     if spec.dtype in ITEMSIZES:
-        if spec.width is not None:
-            raise WireError(f"width given for the known dtype {spec.dtype!r}", field=f"{field}.width")
+        if spec.width is not None and spec.width != ITEMSIZES[spec.dtype]:
+            raise WireError(f"dtype {spec.dtype!r} is not {spec.width} bytes wide", field=f"{field}.width")
     elif spec.dtype in QUANTISED or not spec.dtype.isidentifier() or len(spec.dtype) > 64 or spec.width is None:
         raise WireError(f"dtype {spec.dtype[:80]!r} is unknown; update moonrelay on this side", field=f"{field}.dtype")
     elif not 1 <= spec.width <= 64:
