@@ -171,6 +171,9 @@ class _Subscriber:
         self.failures = 0
         self._call: Observer | None = None
         self._hooks: pluggy.HookRelay | None = None
+        if isinstance(observer, type):
+            message = f"observer {self.label} is a class; give an instance of it"
+            raise PluginError(message, plugin=self.label)
         manager = pluggy.PluginManager("moonrelay")
         manager.add_hookspecs(ObserverSpec)
         try:
@@ -181,7 +184,7 @@ class _Subscriber:
             raise PluginError(message, plugin=self.label) from exc
         if manager.get_hookcallers(observer):
             self._hooks = manager.hook
-        elif callable(observer) and not isinstance(observer, type):
+        elif callable(observer):
             self._call = observer
         else:
             message = (
