@@ -33,10 +33,8 @@ _WORD: Final = 8
 #: Words per row of ``lanes128``: one table of keys serves every row. Part of the algorithm.
 _ROW: Final = 16384
 _ROW_BYTES: Final = _ROW * _WORD
-#: Rows handled at once, by kind of device: on the CPU what stays in its caches and in one thread, else enough to fill a
-#: GPU; the temporary is as large (128 KiB, 16 MiB).
-_ROWS_CPU: Final = 1
-_ROWS_DEVICE: Final = 128
+#: Rows handled at once; on a device the temporary is as large (16 MiB), on the CPU it is one row.
+_BLOCK_ROWS: Final = 128
 _SEEDS: Final = (0x6D6F6F6E72656C61, 0x792D6C616E657331)
 
 #: Most bytes given to xxhash in one call.
@@ -116,12 +114,11 @@ class LanesDigest(Digest):
 
     name = "lanes128"
 
-    #: Kinds of device with a fast integer dot product (one row at a time); the others multiply and sum.
+    #: Kinds of device where torch has an integer dot product.
     _host_types: ClassVar[frozenset[str]] = frozenset({"cpu"})
 
     def __init__(self) -> None:
         self._length = 0
-        self._scratch: torch.Tensor | None = None
         self._next = 0
         self._sums = [0, 0]
         self._queued: dict[torch.device, torch.Tensor] = {}
@@ -164,12 +161,10 @@ class LanesDigest(Digest):
         import torch
 
         done, total = 0, data.numel()
-        step = (_ROWS_CPU if data.device.type in self._host_types else _ROWS_DEVICE) * _ROW_BYTES
         while done < total:
-            place = offset + done
-            row, within = divmod(place, _ROW_BYTES)
-            size = min(total - done, (_ROW_BYTES - within) if within else step)
-            if not within and size > _ROW_BYTES:
+            row, within = divmod(offset + done, _ROW_BYTES)
+            size = min(total - done, (_ROW_BYTES - within) if within else _BLOCK_ROWS * _ROW_BYTES)
+            if size > _ROW_BYTES:
                 size -= size % _ROW_BYTES
             part = data[done : done + size]
             lead, tail = within % _WORD, -(within + size) % _WORD
@@ -177,33 +172,37 @@ class LanesDigest(Digest):
                 padded = torch.zeros(lead + size + tail, dtype=torch.uint8, device=data.device)
                 padded[lead : lead + size].copy_(part)
                 part = padded
-            words = part.view(torch.int64)
-            rows = words.view(-1, _ROW) if not within and size >= _ROW_BYTES else words.view(1, -1)
-            self._rows(rows, row, within // _WORD)
+            rows = part.view(torch.int64).view(-1, min(part.numel() // _WORD, _ROW))
+            keys = _keys(str(rows.device))
+            low_keys, high_keys = (table[within // _WORD : within // _WORD + rows.shape[1]] for table in keys)
+            if data.device.type in self._host_types:
+                self._add_rows_on_host(rows, row, low_keys, high_keys)
+            else:
+                self._add_rows(rows, row, low_keys, high_keys)
             done += size
 
-    def _rows(self, rows: torch.Tensor, row: int, column: int) -> None:
-        """Add whole rows, or a part of one, to the sums."""
+    def _add_rows_on_host(self, rows: torch.Tensor, row: int, low_keys: torch.Tensor, high_keys: torch.Tensor) -> None:
+        """Add rows one by one: what is at work stays in the caches and in this thread."""
         import torch
 
-        low_keys, high_keys = (keys[column : column + rows.shape[1]] for keys in _keys(str(rows.device)))
-        if self._scratch is None or self._scratch.device != rows.device or self._scratch.numel() < rows.numel():
-            self._scratch = torch.empty_like(rows).view(-1)
-        scratch = self._scratch[: rows.numel()].view(rows.shape)
-        if rows.device.type in self._host_types:
-            halves = rows.view(torch.int32).view(-1, 2)
-            low = int(torch.dot(rows.view(-1), low_keys))
-            high = int(torch.dot(scratch.view(-1).copy_(halves[:, 1]), high_keys))
-            factor = _mix(row) | 1
-            self._sums[0] += low * factor
-            self._sums[1] += high * factor
-            return
+        scratch = torch.empty(rows.shape[1], dtype=torch.int64)
+        for index, words in enumerate(rows.unbind(0)):
+            factor = _mix(row + index) | 1
+            self._sums[0] += int(torch.dot(words, low_keys)) * factor
+            torch.bitwise_right_shift(words, 32, out=scratch)
+            self._sums[1] += int(torch.dot(scratch, high_keys)) * factor
+
+    def _add_rows(self, rows: torch.Tensor, row: int, low_keys: torch.Tensor, high_keys: torch.Tensor) -> None:
+        """Queue rows at once, on the device's current stream."""
+        import torch
+
         factors = _mix_tensor(torch.arange(row, row + rows.shape[0], dtype=torch.int64, device=rows.device)) | 1
-        lows_sum = (torch.mul(rows, low_keys, out=scratch).sum(1) * factors).sum()
+        scratch = rows * low_keys
+        low = (scratch.sum(1) * factors).sum()
         torch.bitwise_right_shift(rows, 32, out=scratch)
-        sums = torch.stack([lows_sum, (scratch.mul_(high_keys).sum(1) * factors).sum()])
+        sums = torch.stack([low, (scratch.mul_(high_keys).sum(1) * factors).sum()])
         queued = self._queued.get(rows.device)
-        self._queued[rows.device] = sums if queued is None else queued.add_(sums)
+        self._queued[rows.device] = sums if queued is None else queued + sums
 
 
 def digester(name: str) -> Digest:
