@@ -112,13 +112,18 @@ def make_app(argv: Sequence[str] = (), commands: Sequence[LazyCommand] = COMMAND
     return app
 
 
-def main() -> NoReturn:
-    """Run the command line and exit; the entry point ``moonrelay``."""
+def main(argv: Sequence[str] | None = None, commands: Sequence[LazyCommand] = COMMANDS) -> NoReturn:
+    """Run the command line and exit; the entry point ``moonrelay``.
+
+    Args:
+        argv: Arguments without the program's name; this process's by default.
+        commands: What there is to call.
+    """
     signal.signal(signal.SIGTERM, _on_terminate)
-    argv = sys.argv[1:]
-    frame = _Frame(debug="--debug" in argv)
-    app = _framed(frame, make_app)(argv)
-    _framed(frame, app)(args=argv, prog_name="moonrelay")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    frame = _Frame(debug="--debug" in arguments)
+    app = _framed(frame, make_app)(arguments, commands)
+    _framed(frame, app)(args=arguments, prog_name="moonrelay")
     raise SystemExit(0)
 
 
