@@ -34,6 +34,7 @@ class Engine(ABC):
         self._condition = threading.Condition()
         self._generation = 0
         self._closed = False
+        self._failure: BaseException | None = None
 
     @property
     @abstractmethod
@@ -135,9 +136,21 @@ class Engine(ABC):
             return self._closed
 
     def ensure_open(self) -> None:
-        """Raise `ClosedError` once the queue is closed."""
-        if self.closed:
+        """Raise `ClosedError` once the queue is closed, or can no longer hear of changes."""
+        with self._condition:
+            closed, failure = self._closed, self._failure
+        if failure is not None and not closed:
+            message = f"the queue's watcher ended ({failure}); connect again"
+            raise ClosedError(message, url=self.url) from failure
+        if closed:
             raise ClosedError("the queue was closed", url=self.url)
+
+    def fail(self, failure: BaseException) -> None:
+        """Make every further call fail, because this object cannot work any more."""
+        with self._condition:
+            self._failure = failure
+            self._generation += 1
+            self._condition.notify_all()
 
     def _book(self, tx: Transaction) -> Book:
         # The time is read once the lock is held: waiting for it must not make a lease look younger than it is.
