@@ -189,7 +189,7 @@ class NativeCalls:
                 call.on_quiet()
             if error is None and call.on_late is not None:
                 call.on_late(result)
-        except Exception:
+        except Exception:  # noqa: BLE001 - outermost frame: nobody waits for this call any more
             _log.exception("%s: a call that was given up could not be cleaned up", self._name)
         with self._condition:
             self._ended()
