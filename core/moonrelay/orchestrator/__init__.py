@@ -1,1 +1,6 @@
-"""TBD"""
+"""The service round the queue: workers that take a stage's jobs, move the payloads and settle the jobs."""
+
+from moonrelay.orchestrator.program import Outcome, StageProgram, Work
+from moonrelay.orchestrator.worker import StageLoop
+
+__all__ = ["Outcome", "StageLoop", "StageProgram", "Work"]

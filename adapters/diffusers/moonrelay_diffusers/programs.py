@@ -1,0 +1,214 @@
+"""Encode, denoise and decode as programs of the worker loop.
+
+Owns how a diffusers stage reads its task and input, and what it hands on. The computing is the runners'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moonrelay.errors import ConfigError, WireError
+from moonrelay.orchestrator.program import Outcome, StageProgram, Work
+from moonrelay.orchestrator.trace import KEY, StageTrace
+from moonrelay.payload import StagePayload
+from moonrelay.queueing.task import Plain, StageTask
+from moonrelay_diffusers.families.base import DecodeRunner, DenoiseRunner, EncodeRunner, Stage
+from moonrelay_diffusers.frames import frames_digest
+from moonrelay_diffusers.output import FORMATS, write_frames
+from moonrelay_diffusers.request import GenerationRequest
+from moonrelay_diffusers.stages import DTypes, load_stage
+
+if TYPE_CHECKING:
+    import torch
+
+#: Chunks into which latents with a time dimension are cut, at most.
+LATENT_CHUNKS = 8
+
+
+class EncodeProgram:
+    """Turns the request in the task's payload into conditioning.
+
+    Args:
+        runner: The loaded encode stage.
+    """
+
+    stage = "encode"
+
+    def __init__(self, runner: EncodeRunner) -> None:
+        self._runner = runner
+
+    def process(self, work: Work) -> Outcome:
+        """Encode the prompts and publish the conditioning."""
+        trace = StageTrace(work)
+        request = GenerationRequest.from_payload(_mapping(work.payload, "request"))
+        tree = self._runner.run(request)
+        handle = work.connector.publish(
+            StagePayload(
+                request_id=work.job.request_id,
+                kind="embedding",
+                data=tree,
+                attempt=work.job.attempt,
+                schema=self._runner.output_schema,
+            )
+        )
+        payload: dict[str, Plain] = {**work.payload, KEY: trace.finish(work.payload, output_bytes=handle.nbytes)}
+        return Outcome(next_task=StageTask(stage="denoise", handle=handle, payload=payload))
+
+
+class DenoiseProgram:
+    """Turns conditioning into latents, in registered memory.
+
+    Args:
+        runner: The loaded denoise stage.
+        chunks: Chunks into which the latents are cut for decode, at most.
+    """
+
+    stage = "denoise"
+
+    def __init__(self, runner: DenoiseRunner, *, chunks: int = LATENT_CHUNKS) -> None:
+        self._runner = runner
+        self._chunks = chunks
+
+    def process(self, work: Work) -> Outcome:
+        """Read the conditioning, denoise from the seed's noise, and publish the latents chunk by chunk."""
+        trace = StageTrace(work)
+        _check_schema(work, self._runner.input_schema)
+        began = trace.now()
+        tree = work.input.read()
+        if not isinstance(tree, dict):
+            message = f"conditioning is a {type(tree).__name__}, a mapping is needed"
+            raise WireError(message, request_id=work.job.request_id)
+        trace.input_read(work.input.handle.nbytes, work.input.path, trace.now() - began)
+        latents = self._runner.run(
+            tree,
+            on_step=lambda done, total: work.report(done, total, f"step {done}/{total}"),
+            out=lambda shape, dtype: _registered(work, shape, dtype),
+            cancelled=work.stopped,
+        )
+        dim = self._runner.chunk_dim
+        handle = work.connector.publish(
+            StagePayload(
+                request_id=work.job.request_id,
+                kind="latent",
+                tensor=latents,
+                chunk_dim=dim,
+                num_chunks=1 if dim is None else max(1, min(self._chunks, latents.shape[dim])),
+                attempt=work.job.attempt,
+                schema=self._runner.output_schema,
+            )
+        )
+        payload: dict[str, Plain] = {
+            **work.payload,
+            "params": _mapping(tree, "params"),
+            KEY: trace.finish(work.payload, output_bytes=handle.nbytes),
+        }
+        return Outcome(next_task=StageTask(stage="decode", handle=handle, payload=payload))
+
+
+class DecodeProgram:
+    """Turns latents into frames, chunk by chunk as they land, and writes them to a file.
+
+    Args:
+        runner: The loaded decode stage.
+        output: Folder for results; made when missing.
+        file_format: One of `moonrelay_diffusers.output.FORMATS`.
+    """
+
+    stage = "decode"
+
+    def __init__(self, runner: DecodeRunner, *, output: Path, file_format: str = "mp4") -> None:
+        if file_format not in FORMATS:
+            message = f"file_format={file_format!r} is not known; use one of {', '.join(FORMATS)}"
+            raise ConfigError(message, field="file_format")
+        self._runner = runner
+        self._output = output
+        self._format = file_format
+
+    def process(self, work: Work) -> Outcome:
+        """Decode while chunks land, and give the file's name, the frames' digest and the trace as the result."""
+        trace = StageTrace(work)
+        _check_schema(work, self._runner.input_schema)
+        claim = work.input
+        waited = [0.0]
+        frames = self._runner.run_chunks(
+            _timed(claim.chunks(), waited, trace),
+            _mapping(work.payload, "params"),
+            on_frames=lambda done, total: work.report(done, total, f"frame {done}/{total}"),
+            cancelled=work.stopped,
+        )
+        trace.input_read(claim.handle.nbytes, claim.path, waited[0])
+        digest = frames_digest(frames)
+        # The token is part of the name: a late attempt of a worker that lost its job overwrites nothing.
+        file = write_frames(frames, self._output, f"{work.job.request_id}-{work.job.token}", self._format)
+        result: dict[str, Plain] = {
+            "file": str(file),
+            "digest": digest,
+            "frames": list(frames.shape),
+            KEY: trace.finish(work.payload, output_bytes=int(frames.nbytes)),
+        }
+        return Outcome(result=result)
+
+
+def load_program(
+    model: str,
+    stage: Stage,
+    *,
+    output: Path,
+    device: str = "cpu",
+    dtype: DTypes = None,
+    file_format: str = "mp4",
+    chunks: int = LATENT_CHUNKS,
+) -> StageProgram:
+    """Load one stage of a model as a program of the worker loop. Blocks: while the model is loaded.
+
+    Raises:
+        ConfigError: No such model, stage or family.
+    """
+    runner = load_stage(model, stage, device=device, dtype=dtype)
+    if stage == "encode":
+        return EncodeProgram(runner)  # type: ignore[arg-type]  # the stage's name decides the runner's kind
+    if stage == "denoise":
+        return DenoiseProgram(runner, chunks=chunks)  # type: ignore[arg-type]
+    return DecodeProgram(runner, output=output, file_format=file_format)  # type: ignore[arg-type]
+
+
+def _registered(work: Work, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Give the latents a place from which they can be read without a copy; any memory where there is no pool."""
+    import torch
+
+    from moonrelay.errors import CapacityError
+
+    if not work.connector.settings.serves_directly:
+        return torch.empty(shape, dtype=dtype)
+    try:
+        return work.connector.empty(shape, dtype=dtype)
+    except CapacityError:
+        return torch.empty(shape, dtype=dtype)
+
+
+def _timed(chunks: Iterator[torch.Tensor], waited: list[float], trace: StageTrace) -> Iterator[torch.Tensor]:
+    """Pass chunks on, adding up the seconds spent waiting for them."""
+    while True:
+        began = trace.now()
+        chunk = next(chunks, None)
+        waited[0] += trace.now() - began
+        if chunk is None:
+            return
+        yield chunk
+
+
+def _mapping(tree: Mapping[str, object], key: str) -> dict[str, Plain]:
+    value = tree.get(key)
+    if not isinstance(value, dict):
+        message = f"{key!r} is missing or no mapping; submit it as the encode task's payload"
+        raise ConfigError(message, field=key)
+    return value
+
+
+def _check_schema(work: Work, wanted: str) -> None:
+    schema = work.input.handle.schema
+    if schema != wanted:
+        message = f"the payload's schema is {schema!r}, this stage reads {wanted!r}; use one model for all stages"
+        raise ConfigError(message, field="schema", request_id=work.job.request_id)

@@ -1,0 +1,335 @@
+"""The parts a connector is made of, started on first use and ended in order.
+
+Owns the life of engine, pool, registrations, relay, channel, reaper and mover threads. Holds no payload and no lease.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moonrelay import plugins
+from moonrelay.clock import Clock
+from moonrelay.connector.settings import ConnectorSettings
+from moonrelay.control.channel import Handler, PeerChannel
+from moonrelay.control.messages import Push
+from moonrelay.errors import ClosedError, MoonrelayError
+from moonrelay.events import Event, EventBus, EventName
+from moonrelay.handle import ControlAddress, RelayAddress, StageHandle
+from moonrelay.lease.reaper import Job, Reaper
+from moonrelay.plugins import Registry
+from moonrelay.relay import parse_url
+from moonrelay.relay.base import Relay
+from moonrelay.relay.sweeper import Sweeper
+from moonrelay.transfer.arena import Arena
+from moonrelay.transfer.base import TransferEngine
+from moonrelay.transfer.pull import Puller
+from moonrelay.transfer.quarantine import Quarantine
+from moonrelay.transfer.registry import Registrations
+
+if TYPE_CHECKING:
+    from moonrelay.config import StoreConfig
+
+logger = logging.getLogger(__name__)
+
+#: Threads that stage, digest and put for one connector; renewals have their own, so that a slow store delays none.
+MOVERS = 3
+RENEWERS = 4
+QUARANTINE_POLL_S = 0.05
+#: How long transfers that are not quiet may keep `close` waiting, in seconds.
+QUIET_TIMEOUT_S = 5.0
+
+
+class DataPlane:
+    """A started engine with its pool, registrations and puller."""
+
+    def __init__(self, engine: TransferEngine, settings: ConnectorSettings, clock: Clock) -> None:
+        self.engine = engine
+        self.device_type = settings.transfer.device.partition(":")[0]
+        self.arena = Arena(engine, settings.transfer.pool_bytes, clock)
+        self.registrations = Registrations(engine)
+        self.quarantine = Quarantine(clock)
+        self.puller = Puller(
+            engine,
+            window=settings.transfer.window,
+            piece_bytes=settings.transfer.piece_bytes,
+            clock=clock,
+            quarantine=self.quarantine,
+        )
+
+    def close(self) -> None:
+        """Wait for what is not quiet, then end engine and pool. Idempotent."""
+        if not self.quarantine.close(QUIET_TIMEOUT_S):
+            logger.warning("transfers were still not quiet after %s s when the engine was closed", QUIET_TIMEOUT_S)
+        self.registrations.close()
+        self.arena.close()
+        self.engine.close()
+
+
+class Runtime:
+    """Lazily started parts of one connector.
+
+    Threads: all methods from any thread.
+
+    Attributes:
+        handler: Takes requests of peers; set before the channel is first used.
+        on_push: Takes pushes of peers; likewise.
+        on_tick: Runs on the reaper's thread when due; returns when it wants to run next.
+        on_renew: Runs on the reaper's thread once per ``renew_s`` while it returns true.
+    """
+
+    def __init__(self, settings: ConnectorSettings, clock: Clock, events: EventBus) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.events = events
+        self.handler: Handler | None = None
+        self.on_push: Callable[[ControlAddress, Push], None] | None = None
+        self.on_tick: Callable[[float], float | None] = lambda _now: None
+        self.on_renew: Callable[[], bool] = lambda: False
+        self._closed = False
+        self._lock = threading.RLock()
+        self._pause = threading.Condition()
+        self._data: DataPlane | None = None
+        self._channel: PeerChannel | None = None
+        self._relay: Relay | None = None
+        self._foreign_relays: dict[str, Relay] = {}
+        self._policies = Registry(plugins.POLICIES)
+        self._movers = ThreadPoolExecutor(MOVERS, thread_name_prefix="moonrelay-mover")
+        self._renewers = ThreadPoolExecutor(RENEWERS, thread_name_prefix="moonrelay-renew")
+        self._reaper = Reaper(clock)
+        self._tick: Job = self._reaper.job("leases", self._run_tick)
+        self._renew: Job = self._reaper.job("renewals", self._run_renewals)
+        self._quiet: Job = self._reaper.job("quarantine", self._poll_quarantine)
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def data(self) -> DataPlane:
+        """Return the engine's side, started on first use. Blocks: up to about a second, once.
+
+        Raises:
+            PluginError: The engine is unknown, or its native library is missing.
+            ClosedError: The connector is closed.
+        """
+        with self._lock:
+            self._check_open()
+            if self._data is None:
+                engine_class = Registry(plugins.TRANSFERS).load_class(
+                    self.settings.transfer.engine,
+                    TransferEngine,  # type: ignore[type-abstract]
+                )
+                engine = engine_class(self.settings.transfer)
+                try:
+                    engine.start()
+                except BaseException:
+                    engine.close()
+                    raise
+                self._data = DataPlane(engine, self.settings, self.clock)
+            return self._data
+
+    def channel(self) -> PeerChannel:
+        """Return the peer channel, bound on first use."""
+        with self._lock:
+            self._check_open()
+            if self._channel is None:
+                channel = PeerChannel(
+                    self.settings.control,
+                    auth_key=self.settings.auth_key,
+                    clock=self.clock,
+                    handler=self.handler,
+                    on_push=self.on_push,
+                    name=self.settings.role,
+                    advertise_host=self.settings.transfer.hostname,
+                )
+                channel.start()
+                self._channel = channel
+            return self._channel
+
+    def relay(self) -> Relay:
+        """Return this connector's own relay, started on first use. Blocks: seconds at most, once.
+
+        Raises:
+            PluginError, ConfigError, PeerLost: It cannot be reached.
+        """
+        with self._lock:
+            self._check_open()
+            if self._relay is None:
+                self._relay = self._start_relay(self.settings.store)
+                sweeper = Sweeper(self._relay, self.settings.store.namespace, self.clock)
+                interval = self.settings.store.sweep_interval_s
+                job = self._reaper.job("sweep", lambda now: self._sweep(sweeper, now, interval))
+                # At once: a start-up sweep clears what a killed process left.
+                job.due_by(self.clock.monotonic())
+            return self._relay
+
+    def relay_at(self, address: RelayAddress) -> Relay:
+        """Return the relay that a handle names: our own where it is the same store."""
+        own = self.settings.relays and self.relay()
+        if own and own.url == address.url:
+            return own
+        with self._lock:
+            self._check_open()
+            relay = self._foreign_relays.get(address.url)
+            if relay is None:
+                relay = self._start_relay(replace(self.settings.store, url=address.url))
+                self._foreign_relays[address.url] = relay
+            return relay
+
+    def policy(self, name: str) -> Callable[..., object]:
+        """Return a plugin's lease policy by name."""
+        found = self._policies.load(name)
+        if callable(found):
+            return found
+        message = f"lease policy {name!r} is {found!r}, which cannot be called"
+        raise MoonrelayError(message)
+
+    def _start_relay(self, config: StoreConfig) -> Relay:
+        scheme = "local" if config.url is None else parse_url(config.url).scheme
+        relay_class = Registry(plugins.RELAYS).load_class(scheme, Relay)  # type: ignore[type-abstract]
+        relay = relay_class(config)
+        try:
+            relay.start()
+        except BaseException:
+            relay.close()
+            raise
+        return relay
+
+    # -- work -----------------------------------------------------------------------------------------------------
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on a mover thread.
+
+        Raises:
+            ClosedError: The connector is closed.
+        """
+        self._submit(self._movers, work)
+
+    def submit_renewal(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on a renewing thread."""
+        self._submit(self._renewers, work)
+
+    def tick_by(self, when: float) -> None:
+        """Let ``on_tick`` run no later than ``when``."""
+        self._due(self._tick, when)
+
+    def renew_soon(self) -> None:
+        """Let ``on_renew`` run within ``renew_s``, and again while it returns true."""
+        self._due(self._renew, self.clock.monotonic() + self.settings.control.renew_s)
+
+    def watch_quarantine(self) -> None:
+        """Poll transfers that were not quiet at their deadline until they are."""
+        self._due(self._quiet, self.clock.monotonic() + QUARANTINE_POLL_S)
+
+    def pause(self, seconds: float | None) -> None:
+        """Wait for ``seconds``, or until the connector is closed."""
+        with self._pause:
+            if not self._closed:
+                self.clock.wait(self._pause, seconds)
+
+    def emit(
+        self,
+        handle: StageHandle | None,
+        name: EventName,
+        *,
+        path: str | None = None,
+        nbytes: int | None = None,
+        duration_s: float | None = None,
+        reason: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        """Tell observers what happened to a payload."""
+        self.events.emit(
+            Event(
+                name=name,
+                request_id=handle.request_id if handle else None,
+                payload_id=handle.id if handle else None,
+                kind=handle.kind if handle else None,
+                attempt=handle.attempt if handle else None,
+                stage=self.settings.role,
+                path=path,
+                nbytes=nbytes,
+                duration_s=duration_s,
+                reason=reason,
+                code=code,
+            )
+        )
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+        try:
+            pool.submit(work).add_done_callback(_report)
+        except RuntimeError as exc:
+            message = "the connector is closed"
+            raise ClosedError(message) from exc
+
+    def _due(self, job: Job, when: float) -> None:
+        try:
+            job.due_by(when)
+        except ClosedError:
+            logger.debug("the reaper is closed, %s is not scheduled", job.name)
+
+    def _run_tick(self, now: float) -> float | None:
+        return self.on_tick(now)
+
+    def _run_renewals(self, now: float) -> float | None:
+        return now + self.settings.control.renew_s if self.on_renew() else None
+
+    def _poll_quarantine(self, now: float) -> float | None:
+        if self._data is None or self._data.quarantine.poll() == 0:
+            return None
+        return now + QUARANTINE_POLL_S
+
+    def _sweep(self, sweeper: Sweeper, now: float, interval_s: float) -> float:
+        def sweep() -> None:
+            try:
+                removed = sweeper.sweep()
+            except MoonrelayError as exc:
+                logger.warning("sweep of the relay failed, the next one is in %s s: %s", interval_s, exc)
+            else:
+                if removed:
+                    logger.info("swept %d orphaned objects from the relay", removed)
+
+        self.submit(sweep)
+        return now + interval_s
+
+    def _check_open(self) -> None:
+        if self._closed:
+            message = "the connector is closed; make a new one"
+            raise ClosedError(message)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    @property
+    def started(self) -> bool:
+        """Whether any part was started."""
+        with self._lock:
+            return any(part is not None for part in (self._data, self._channel, self._relay))
+
+    def close(self) -> None:
+        """End all parts: threads first, then the channel, then memory, then stores. Idempotent. Blocks: seconds."""
+        with self._pause:
+            if self._closed:
+                return
+            self._closed = True
+            self._pause.notify_all()
+        self._reaper.close()
+        self._movers.shutdown(wait=True)
+        self._renewers.shutdown(wait=True)
+        with self._lock:
+            channel, data = self._channel, self._data
+            relays = [relay for relay in (self._relay, *self._foreign_relays.values()) if relay is not None]
+        if channel is not None:
+            channel.close()
+        if data is not None:
+            data.close()
+        for relay in relays:
+            relay.close()
+
+
+def _report(done: Future[None]) -> None:
+    """Say aloud what a mover's work raised beyond the typed errors that it handles itself."""
+    error = done.exception()
+    if error is not None:
+        logger.error("background work failed", exc_info=error)
