@@ -34,7 +34,8 @@ class TransferConfig:
         nics: Mooncake's device list, e.g. ``mlx5_0,mlx5_1``; empty lets the engine choose.
         device: Where the pool lives: ``cpu`` or ``cuda:N``.
         pool_bytes: Size of the registered pool, in bytes; mapped lazily on the host.
-        window: Reads in flight per payload.
+        window: Reads in flight per payload. Mooncake carries four at a time per peer; more only lengthen the time until
+            a stalled peer's reads are quiet (about ``progress_timeout_s`` for each four).
         piece_bytes: Largest single read, in bytes.
         progress_timeout_s: After this long without progress the engine gives a read up (and is quiet afterwards).
     """
@@ -45,7 +46,7 @@ class TransferConfig:
     nics: str = ""
     device: str = "cpu"
     pool_bytes: int = 256 << 20
-    window: int = 8
+    window: int = 4
     piece_bytes: int = 16 << 20
     progress_timeout_s: float = 10.0
     options: Options = field(default_factory=dict)

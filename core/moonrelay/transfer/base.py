@@ -34,6 +34,9 @@ class Operation(ABC):
         May be called again after a terminal answer, with the same answer.
         """
 
+    def abandon(self) -> None:  # noqa: B027 - most operations have begun when they are made
+        """Say that nobody wants the bytes: what has not begun must not begin. It is still polled to its end."""
+
     @property
     def error(self) -> MoonrelayError | None:
         """The reason when ``poll`` answered ``FAILED``, else ``None``."""
@@ -52,8 +55,8 @@ class TransferEngine(ABC):
     registers_foreign_memory: ClassVar[bool] = True
     #: Whether a read may land in memory that is neither allocated by this engine nor registered with it.
     lands_in_foreign_memory: ClassVar[bool] = False
-    #: A piece size that suits this engine better than ``config.piece_bytes`` when that is larger; ``None``: any.
-    preferred_piece_bytes: ClassVar[int | None] = None
+    #: The piece size for this engine whatever ``config.piece_bytes`` says; ``None``: that setting counts.
+    fixed_piece_bytes: ClassVar[int | None] = None
 
     @abstractmethod
     def __init__(self, config: TransferConfig) -> None:
@@ -120,7 +123,7 @@ class TransferEngine(ABC):
             region: The peer's region, as its ``allocate`` or ``register`` returned it.
             remote_address: Address inside the peer's region, in the peer's address space.
             local_address: Destination in this process.
-            nbytes: At least 1, at most ``config.piece_bytes``.
+            nbytes: At least 1.
 
         Returns:
             The operation. A failure to start is an operation that is already ``FAILED``.

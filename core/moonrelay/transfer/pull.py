@@ -71,7 +71,7 @@ class Puller:
     Args:
         engine: A started engine.
         window: Reads in flight per call.
-        piece_bytes: Largest single read; an engine may prefer smaller ones.
+        piece_bytes: Largest single read; an engine may have a size of its own.
         clock: The clock on which it waits.
         quarantine: Takes what is in flight when a call ends early.
 
@@ -83,7 +83,7 @@ class Puller:
     ) -> None:
         self._engine = engine
         self._window = window
-        self._piece_bytes = min(piece_bytes, engine.preferred_piece_bytes or piece_bytes)
+        self._piece_bytes = engine.fixed_piece_bytes or piece_bytes
         self._clock = clock
         self._quarantine = quarantine
 

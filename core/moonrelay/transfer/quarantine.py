@@ -89,6 +89,8 @@ class _Held:
 
     def __init__(self, operations: Sequence[Operation], on_quiet: Callable[[], None]) -> None:
         self._running = list(operations)
+        for one in self._running:
+            one.abandon()
         self.on_quiet = on_quiet
 
     def is_quiet(self) -> bool:
