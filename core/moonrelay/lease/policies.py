@@ -105,7 +105,7 @@ BUILTIN: Mapping[str, Callable[..., Policy]] = {
 Resolve: TypeAlias = Mapping[str, Callable[..., object]] | Callable[[str], Callable[..., object]]
 
 
-def terms(policy: Policy | str, default_ttl_s: float | None, *, resolve: Resolve | None = None) -> LeaseTerms:
+def terms(policy: object, default_ttl_s: float | None, *, resolve: Resolve | None = None) -> LeaseTerms:
     """Turn what a user wrote as ``lease=`` into terms.
 
     Args:
@@ -142,12 +142,14 @@ def check(made: LeaseTerms) -> None:
     _ttl(made.ttl_s, made.policy)
 
 
+def _look_up(name: str, resolve: Resolve | None) -> Callable[..., object] | None:
+    if resolve is None:
+        return None
+    return resolve.get(name) if isinstance(resolve, Mapping) else resolve(name)
+
+
 def _by_name(name: str, resolve: Resolve | None) -> Policy:
-    made: Callable[..., object] | None = BUILTIN.get(name)
-    if made is None and isinstance(resolve, Mapping):
-        made = resolve.get(name)
-    elif made is None and resolve is not None:
-        made = resolve(name)
+    made = BUILTIN.get(name) or _look_up(name, resolve)
     if made is None:
         known = sorted({*BUILTIN, *(resolve if isinstance(resolve, Mapping) else ())})
         near = difflib.get_close_matches(name, known, n=1)
