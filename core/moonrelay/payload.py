@@ -133,6 +133,8 @@ class StagePayload:
             _check_name("schema", self.schema)
         _check_int("attempt", self.attempt, 0, 1 << 31)
         _check_int("num_chunks", self.num_chunks, 1, MAX_CHUNKS)
+        if self.chunk_dim is not None:
+            _check_int("chunk_dim", self.chunk_dim, -MAX_DIMS, MAX_DIMS - 1)
         if self.lease is None:
             raise ConfigError("lease is None; give a policy or its name, e.g. 'delete_on_consume'", field="lease")
         if self.metadata is not None:
@@ -316,15 +318,13 @@ def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _check_chunks(tensor: torch.Tensor, chunk_dim: object, num_chunks: int) -> int | None:
+def _check_chunks(tensor: torch.Tensor, chunk_dim: int | None, num_chunks: int) -> int | None:
     """Return the dimension counted from the front."""
     if chunk_dim is None:
         if num_chunks != 1:
             message = f"num_chunks={num_chunks} without chunk_dim; say along which dimension to cut"
             raise ConfigError(message, field="num_chunks")
         return None
-    if type(chunk_dim) is not int:
-        raise ConfigError(f"chunk_dim is a {type(chunk_dim).__qualname__}; give an int", field="chunk_dim")
     shape = tuple(tensor.shape)
     dims = len(shape)
     if dims == 0:
@@ -391,7 +391,7 @@ def _check_tensor(tensor: torch.Tensor, place: str) -> None:
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     try:
-        held = tensor.untyped_storage().nbytes()
+        held = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
     except (RuntimeError, NotImplementedError) as error:
         message = "the tensor has no memory of its own (a functional or batched one); send a plain copy"
         raise UnsupportedTensor(message, field=place) from error
