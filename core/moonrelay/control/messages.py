@@ -8,12 +8,14 @@ unknown required feature is refused in the hello (see `moonrelay.control.wire.Di
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypeAlias
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from moonrelay.errors import MoonrelayError, WireError, from_wire
 from moonrelay.handle import EngineAddress, TensorLocation
+
+MessageT = TypeVar("MessageT")
 
 #: Where a payload's bytes are to be read from.
 Where: TypeAlias = Literal["direct", "relay"]
@@ -67,9 +69,11 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
         version: Version of the channel's protocol.
         required: Features without which this side does not work; an unknown one is refused.
         optional: Features this side would use; unknown ones are ignored.
+        link: Random name of the connection, so that a repeated hello gives the same session.
     """
 
     version: int
+    link: bytes
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
 
@@ -224,9 +228,6 @@ Push: TypeAlias = Progressed
 Message: TypeAlias = Request | Reply | Push | Failure | Hello | Welcome
 
 _encoder = msgspec.msgpack.Encoder()
-_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-_replies: msgspec.msgpack.Decoder[Reply | Failure] = msgspec.msgpack.Decoder(Reply | Failure)
-_pushes: msgspec.msgpack.Decoder[Push] = msgspec.msgpack.Decoder(Push)
 
 
 def encode(message: Message) -> bytes:
@@ -234,29 +235,23 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_request(body: bytes) -> Request:
-    """Return the request in ``body``; raise `WireError` when it is malformed or unknown."""
-    try:
-        return _requests.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
-        raise _malformed("request", exc) from exc
+class _Decoder(Generic[MessageT]):
+    """Decodes one group of messages; everything malformed or unknown is a `WireError`."""
+
+    def __init__(self, name: str, kind: type[MessageT]) -> None:
+        self._name = name
+        self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(kind)
+
+    def __call__(self, body: bytes) -> MessageT:
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
+            message = f"malformed or unknown {self._name} on the control channel: {exc}"
+            raise WireError(message) from exc
 
 
-def decode_reply(body: bytes) -> Reply | Failure:
-    """Return the reply in ``body``; raise `WireError` when it is malformed or unknown."""
-    try:
-        return _replies.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
-        raise _malformed("reply", exc) from exc
-
-
-def decode_push(body: bytes) -> Push:
-    """Return the push in ``body``; raise `WireError` when it is malformed or unknown."""
-    try:
-        return _pushes.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
-        raise _malformed("push", exc) from exc
-
-
-def _malformed(kind: str, exc: Exception) -> WireError:
-    return WireError(f"malformed {kind} on the control channel: {exc}")
+decode_hello: _Decoder[Hello] = _Decoder("hello", Hello)
+decode_welcome: _Decoder[Welcome] = _Decoder("welcome", Welcome)
+decode_request: _Decoder[Request] = _Decoder("request", Request)  # type: ignore[arg-type]
+decode_reply: _Decoder[Reply | Failure] = _Decoder("reply", Reply | Failure)  # type: ignore[arg-type]
+decode_push: _Decoder[Push] = _Decoder("push", Push)
