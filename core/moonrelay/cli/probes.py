@@ -149,11 +149,6 @@ class Machine:
         ran = self.python("import ctypes; ctypes.CDLL(sys.argv[1])", soname)
         return None if ran.code == 0 else ran.last_line
 
-    def which(self, program: str) -> str | None:
-        """Return the path of a program: of the running environment, else of PATH."""
-        beside = Path(sys.executable).parent / program
-        return str(beside) if os.access(beside, os.X_OK) else shutil.which(program)
-
     def rdma_devices(self) -> list[str]:
         """Return the names of InfiniBand and RoCE devices."""
         return _names_in(Path("/sys/class/infiniband"))
