@@ -52,11 +52,11 @@ class TransferEngine(ABC):
     #: Name in the entry-point group ``moonrelay.transfers``.
     name: ClassVar[str]
     #: Whether memory that this engine did not allocate can be registered, so that peers may read it.
-    registers_foreign_memory: ClassVar[bool] = True
+    registers_foreign_memory: bool = True
     #: Whether a read may land in memory that is neither allocated by this engine nor registered with it.
-    lands_in_foreign_memory: ClassVar[bool] = False
+    lands_in_foreign_memory: bool = False
     #: The piece size for this engine whatever ``config.piece_bytes`` says; ``None``: that setting counts.
-    fixed_piece_bytes: ClassVar[int | None] = None
+    fixed_piece_bytes: int | None = None
 
     @abstractmethod
     def __init__(self, config: TransferConfig) -> None:
