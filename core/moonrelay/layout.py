@@ -336,9 +336,8 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     import torch
 
-    _, order = _require_packed(tensor)
-    flat = tensor if order is None else tensor.permute(order)
-    return flat.reshape(-1).view(torch.uint8)
+    _require_packed(tensor)
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def host_extent(tensor: torch.Tensor) -> Extent:
@@ -394,14 +393,12 @@ def copy_bits(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: 
     destination.copy_(source, non_blocking=non_blocking)
 
 
-def _require_packed(tensor: torch.Tensor) -> tuple[bool, tuple[int, ...] | None]:
-    packed, order = packed_order(tensor)
-    if not packed or tensor.is_conj() or tensor.is_neg():
+def _require_packed(tensor: torch.Tensor) -> None:
+    if not packed_order(tensor)[0] or tensor.is_conj() or tensor.is_neg():
         message = (
             f"strides {tensor.stride()} of shape {tuple(tensor.shape)} are not dense, or a lazy bit is set; copy it"
         )
         raise UnsupportedTensor(message, field="tensor")
-    return packed, order
 
 
 def _check_bytes(buffer: torch.Tensor, nbytes: int) -> None:

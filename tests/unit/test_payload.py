@@ -40,7 +40,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.element_size() == 1 or plain.dtype == torch.complex32:  # their copies warn, or are not implemented
         plain = plain.view(torch.uint8 if plain.element_size() == 1 else torch.int32)
-    return plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
 
 
 def canon(value: object) -> object:
@@ -155,6 +155,12 @@ def test_dense_memory_is_described_not_copied(layout: str) -> None:
     assert host_extent(flat.leaves[0]).address == tensor.data_ptr()
     assert host_extent(flat.leaves[0]).nbytes == flat.specs[0].nbytes == tensor.numel() * 4
     assert bytes_of(flat.leaves[0]).data_ptr() == tensor.data_ptr()
+
+
+def test_one_element_of_any_stride_has_its_bytes() -> None:
+    tensor = torch.arange(4.0)[2:3].as_strided((1,), (9,), 2)
+    assert bytes_of(tensor).view(torch.float32).tolist() == [2.0]
+    assert bytes_of(torch.arange(4.0)[4::2]).numel() == 0
 
 
 def test_channels_last_keeps_its_strides() -> None:
