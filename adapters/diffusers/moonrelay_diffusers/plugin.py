@@ -6,12 +6,19 @@ neither torch nor diffusers until a stage is loaded.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moonrelay_diffusers.families import FAMILIES
 from moonrelay_diffusers.families.base import STAGES, Stage, StageRunner
 from moonrelay_diffusers.stages import DTypes, load_stage
+
+if TYPE_CHECKING:
+    from moonrelay.orchestrator.program import StageProgram
+    from moonrelay.queueing.task import Plain
 
 #: Packages that the stages import, and the extra that brings them.
 _NEEDED = ("torch", "diffusers", "transformers")
@@ -53,3 +60,28 @@ class DiffusersAdapter:
     ) -> StageRunner:
         """Load one stage; see `moonrelay_diffusers.stages.load_stage`."""
         return load_stage(model, stage, device=device, dtype=dtype, family=family)
+
+    def prepare(self, threads: int) -> dict[str, Plain]:
+        """Make this process compute the same bits as all others; see `moonrelay_diffusers.numerics`.
+
+        Returns:
+            What decides bits here, as plain values; processes in which they are equal give equal results.
+        """
+        from moonrelay_diffusers.numerics import deterministic_setup
+
+        return asdict(deterministic_setup(threads))
+
+    def load_program(
+        self,
+        model: str,
+        stage: Stage,
+        *,
+        output: Path,
+        device: str = "cpu",
+        dtype: DTypes = None,
+        file_format: str = "mp4",
+    ) -> StageProgram:
+        """Load one stage as a program of the worker loop; see `moonrelay_diffusers.programs.load_program`."""
+        from moonrelay_diffusers.programs import load_program
+
+        return load_program(model, stage, output=output, device=device, dtype=dtype, file_format=file_format)

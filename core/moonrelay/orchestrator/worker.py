@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from moonrelay.connector import DiffusionConnector, PayloadClaim
@@ -27,6 +27,7 @@ from moonrelay.handle import StageHandle
 from moonrelay.orchestrator.program import Outcome, StageProgram, Work
 from moonrelay.queueing.base import StageQueue
 from moonrelay.queueing.job import Job
+from moonrelay.queueing.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class StageLoop:
         buffers: Credits advertised upstream; see `StageQueue.register_worker`.
         affinity: Labels of this worker.
         worker_id: A name for displays.
+        on_registered: Called once by `run` when the worker has joined its pool, with the registration.
 
     Threads: `run` in one thread; `stop` from any.
     """
@@ -74,6 +76,7 @@ class StageLoop:
         buffers: int | None = None,
         affinity: Mapping[str, str] | None = None,
         worker_id: str | None = None,
+        on_registered: Callable[[Worker], None] | None = None,
     ) -> None:
         self._queue = queue
         self._connector = connector
@@ -81,6 +84,7 @@ class StageLoop:
         self._buffers = buffers
         self._affinity = affinity
         self._worker_id = worker_id
+        self._on_registered = on_registered
         self._stop = threading.Event()
         self.counts = LoopCounts()
 
@@ -102,6 +106,8 @@ class StageLoop:
             worker_id=self._worker_id,
         )
         with worker:
+            if self._on_registered is not None:
+                self._on_registered(worker)
             while not self._stop.is_set():
                 job = worker.take(timeout_s=IDLE_S)
                 if job is not None:
