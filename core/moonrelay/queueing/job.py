@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Literal, Self
 
+from moonrelay.clock import Deadline
 from moonrelay.errors import Cancelled, ConfigError, DeadlineExceeded, LeaseLost, MoonrelayError
 from moonrelay.handle import StageHandle
 from moonrelay.queueing import codec
@@ -117,6 +118,19 @@ class Job:
         lost = self.lost
         if lost is not None:
             raise _fresh(lost)
+
+    def wait_lost(self, timeout_s: float | None = None) -> bool:
+        """Wait until the claim is lost or the job settled; for a host that stops its work from another thread.
+
+        Blocks: until then, or ``timeout_s``.
+
+        Returns:
+            Whether the claim is lost.
+        """
+        deadline = Deadline(timeout_s, self._port.clock)
+        with self._condition:
+            deadline.wait_for(self._condition, lambda: self._lost is not None or self._settled is not None)
+            return self._lost is not None
 
     def complete(self, *, next_task: StageTask | None = None, result: Plain = None) -> None:
         """Finish this stage's work: queue the next stage's task, or end the request with ``result``.

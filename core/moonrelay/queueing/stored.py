@@ -25,7 +25,7 @@ from moonrelay.queueing.worker import Worker
 _BUFFERS_PER_SLOT = 4
 
 
-class Counter:
+class WorkerDesk:
     """The workers' side of a queue: implements `WorkerPort` over an engine."""
 
     def __init__(self, engine: Engine) -> None:
@@ -93,7 +93,7 @@ class StoredQueue(StageQueue):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._counter = Counter(engine)
+        self._desk = WorkerDesk(engine)
         self._lock = threading.Lock()
         self._workers: list[Worker] = []
 
@@ -183,7 +183,7 @@ class StoredQueue(StageQueue):
             affinity=dict(affinity or {}),
             lease_until_s=0.0,
         )
-        worker = Worker(self._counter, wanted, heartbeat=heartbeat)
+        worker = Worker(self._desk, wanted, heartbeat=heartbeat)
         with self._lock:
             self._workers = [*(other for other in self._workers if not other.closed), worker]
         return worker
