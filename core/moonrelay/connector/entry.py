@@ -34,7 +34,7 @@ class Reader:
 
 @dataclass(slots=True)
 class Entry:
-    """One payload. All fields are guarded by the outbox's lock.
+    """One payload. All fields are guarded by the ledger's lock.
 
     Attributes:
         to_relay: Its chunks go to the relay as they become final, and are read there.

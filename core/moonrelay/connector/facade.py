@@ -92,9 +92,9 @@ class DiffusionConnector:
         self._outbox = Outbox(self._runtime)
         self._lock = threading.Lock()
         self._claims: dict[str, PayloadClaim] = {}
-        self._runtime.handler = RequestHandler(self._outbox, self._holds_claim)
+        self._runtime.handler = RequestHandler(self._outbox.ledger, self._holds_claim)
         self._runtime.on_push = self._on_push
-        self._runtime.on_tick = self._outbox.tick
+        self._runtime.on_tick = self._outbox.ledger.tick
         self._runtime.on_renew = self._renew_claims
 
     def __repr__(self) -> str:
@@ -142,7 +142,7 @@ class DiffusionConnector:
             CapacityError: The pool has no room now, or is too small; what nobody has claimed is asked to make room.
             ConfigError: Another device than the pool's.
         """
-        return empty(self._runtime, tuple(shape), dtype, device, on_shortage=self._outbox.make_room)
+        return empty(self._runtime, tuple(shape), dtype, device, on_shortage=self._outbox.ledger.make_room)
 
     def register(self, tensor: torch.Tensor) -> Registration:
         """Register one's own memory: publishing tensors inside it copies nothing, and it can be read into.

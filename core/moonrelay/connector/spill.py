@@ -1,6 +1,6 @@
 """How published bytes get into the relay, and out of it again when the payload ends.
 
-Owns puts and removals of one producer. When a payload is moved is the outbox's decision.
+Owns puts and removals of one producer. When a payload is moved is the ledger's decision.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moonrelay.errors import ClosedError, ConfigError, MoonrelayError
 from moonrelay.relay.records import RelayedPayload
 
 if TYPE_CHECKING:
-    from moonrelay.connector.outbox import Outbox
+    from moonrelay.connector.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -25,14 +25,14 @@ CLEAN_UP_TIMEOUT_S = 30.0
 
 
 class Spiller:
-    """Moves payloads of one outbox to the relay.
+    """Moves payloads of one producer to the relay.
 
     Threads: `start` on the reaper's; the work runs on the runtime's movers.
     """
 
-    def __init__(self, runtime: Runtime, outbox: Outbox) -> None:
+    def __init__(self, runtime: Runtime, ledger: Ledger) -> None:
         self._runtime = runtime
-        self._outbox = outbox
+        self._ledger = ledger
 
     def put_chunk(self, entry: Entry, chunk: int, digest: bytes) -> None:
         """Put one chunk. Blocks: up to ``put_timeout_s``.
@@ -61,17 +61,17 @@ class Spiller:
         relayed_of(entry).put_end(entry.handle.num_chunks, entry.handle.lease.ttl_s, deadline)
 
     def start(self, entry: Entry) -> None:
-        """Begin to move a complete payload; the outbox has marked it as moving and holds its memory."""
+        """Begin to move a complete payload; the ledger has marked it as moving and holds its memory."""
         try:
             self._runtime.submit(lambda: self._move(entry))
         except ClosedError:
-            self._outbox.move_ended(entry, moved=False)
+            self._ledger.move_ended(entry, moved=False)
 
     def _move(self, entry: Entry) -> None:
         started = self._runtime.clock.monotonic()
         moved = False
         try:
-            digests = self._outbox.digests(entry)
+            digests = self._ledger.digests(entry)
             for chunk in range(entry.handle.num_chunks):
                 self.put_chunk(entry, chunk, digests[chunk])
             self.finish(entry)
@@ -82,7 +82,7 @@ class Spiller:
             # It stays where it is, can still be read directly, and is tried again.
             self._runtime.emit(entry.handle, "fallback", path="p2p", reason=f"not relayed: {exc}", code=exc.code)
         finally:
-            self._outbox.move_ended(entry, moved=moved)
+            self._ledger.move_ended(entry, moved=moved)
 
     def clean(self, entry: Entry) -> None:
         """Remove what an ended payload left in the relay, on a mover. Returns at once."""
