@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -371,10 +372,13 @@ class ArenaMachine(RuleBasedStateMachine):
         try:
             slot = self.arena.allocate(nbytes)
         except CapacityError as exc:
+            facts = exc.context
+            slot = None
+        if slot is None:
             assert nbytes
-            assert exc.context["fits"] == (nbytes <= POOL)
-            assert exc.context["largest"] < nbytes
-            assert exc.context["free"] == POOL - used
+            assert facts["fits"] == (nbytes <= POOL)
+            assert facts["largest"] < nbytes
+            assert facts["free"] == POOL - used
             return None
         self.counts[slot] = 1
         self.owned.append(slot)
@@ -429,7 +433,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @invariant()
     def live_slots_never_overlap(self):
         ranges = sorted((slot.address, slot.address + slot.size) for slot in self.counts if slot.size)
-        assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
         assert self.arena.used_bytes == sum(slot.size for slot in self.counts)
         assert self.arena.live_slots == len(self.counts)
         assert self.arena.quarantined_bytes == sum(slot.size for slot in {slot for slot, _ in self.lifted.values()})

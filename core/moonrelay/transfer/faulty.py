@@ -1,8 +1,8 @@
 """An engine that lies, fails, stalls and writes late, on command: what the fault tests run the connector on.
 
 Owns the script of faults and the reads it holds back. Wraps any engine; addresses are the inner engine's, so a peer
-with a plain engine can be read through it. By name: ``{"engine": "faulty", "options": {"inner": "memory", "faults": ["fail",
-"none", "delay:0.5"]}}``.
+with a plain engine can be read through it. By name: ``{"engine": "faulty", "options": {"inner": "memory",
+"faults": ["fail", "none", "delay:0.5"]}}``.
 """
 
 from __future__ import annotations

@@ -139,13 +139,15 @@ class Puller:
         cancelled: Callable[[], bool] | None,
     ) -> None:
         idle = threading.Condition()
-        pause = _POLL_MIN_S
+        pause: float | None = None
         while True:
             if cancelled is not None and cancelled():
                 message = "the pull was cancelled"
                 raise Cancelled(message, peer=run.peer.address)
             progress = run.collect()
             progress |= run.fill()
+            if progress:
+                pause = None
             landed = run.next_landed()
             if landed is not None:
                 if on_landed is not None:
@@ -156,7 +158,7 @@ class Puller:
             if deadline.expired:
                 message = f"{run.landed_bytes} bytes arrived within {deadline.timeout_s} s, not all"
                 raise TransferTimeout(message, peer=run.peer.address)
-            pause = _POLL_MIN_S if progress else min(2 * pause, _POLL_MAX_S)
+            pause = _POLL_MIN_S if pause is None else min(2 * pause, _POLL_MAX_S)
             with idle:
                 self._clock.wait(idle, deadline.remaining(pause))
 
