@@ -1,4 +1,4 @@
-"""Checks of keys, values and extents, and the host memory behind extents as buffers.
+"""Checks of keys, values, extents and time, and the host memory behind extents as buffers.
 
 Owns what all relays check alike. Nothing here copies bytes.
 """
@@ -9,7 +9,8 @@ import ctypes
 import re
 from collections.abc import Iterator, Sequence
 
-from moonrelay.errors import ConfigError
+from moonrelay.clock import Deadline
+from moonrelay.errors import ConfigError, TransferTimeout
 from moonrelay.handle import Extent
 from moonrelay.relay.base import MAX_VALUE_BYTES
 
@@ -58,6 +59,13 @@ def check_parts(parts: Sequence[Extent]) -> tuple[list[Extent], int]:
         message = "an object needs at least one byte; parts are empty"
         raise ConfigError(message, field="parts")
     return kept, total
+
+
+def check_time(deadline: Deadline, key: str) -> None:
+    """Raise `TransferTimeout` when the deadline has passed."""
+    if deadline.expired:
+        message = f"object {key!r} was not moved within {deadline.timeout_s} s"
+        raise TransferTimeout(message, key=key)
 
 
 def view(part: Extent) -> memoryview:

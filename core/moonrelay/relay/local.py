@@ -26,12 +26,11 @@ from moonrelay.errors import (
     MoonrelayError,
     PeerLost,
     TransferFailed,
-    TransferTimeout,
 )
 from moonrelay.handle import Extent
 from moonrelay.relay import parse_url
 from moonrelay.relay.base import OnQuiet, Relay
-from moonrelay.relay.extents import batches, check_key, check_parts, check_value
+from moonrelay.relay.extents import batches, check_key, check_parts, check_time, check_value
 from moonrelay.relay.ledger import Ledger, Temporary
 
 #: Bytes between two looks at the deadline.
@@ -90,6 +89,7 @@ class LocalRelay(Relay):
     def get(self, key: str, parts: Sequence[Extent], deadline: Deadline, *, on_quiet: OnQuiet | None = None) -> bool:
         try:
             kept, total = check_parts(parts)
+            check_time(deadline, key)
             with _translated(f"object {key!r} not read"), self._opened(key) as fd:
                 if fd is None:
                     return False
@@ -99,7 +99,7 @@ class LocalRelay(Relay):
                     raise IntegrityError(message, key=key)
                 at = 0
                 for batch in batches(kept, _BATCH_BYTES):
-                    _check_time(deadline, key)
+                    check_time(deadline, key)
                     at += _exactly(os.preadv, fd, batch, at)
                 return True
         finally:
@@ -117,10 +117,10 @@ class LocalRelay(Relay):
                 self._fill(temporary, iter(([memoryview(value)],)), key, deadline)
                 if self._commit(temporary, key):
                     return value
-            _check_time(deadline, key)  # somebody was faster: read theirs, unless it is removed meanwhile
+            check_time(deadline, key)  # somebody was faster: read theirs, unless it is removed meanwhile
 
     def get_bytes(self, key: str, deadline: Deadline) -> bytes | None:
-        _check_time(deadline, key)
+        check_time(deadline, key)
         with _translated(f"object {key!r} not read"), self._opened(key) as fd:
             return None if fd is None else os.pread(fd, os.fstat(fd).st_size, 0)
 
@@ -130,7 +130,7 @@ class LocalRelay(Relay):
             self._started().remove(names, deadline)
 
     def keys(self, prefix: str, deadline: Deadline) -> list[str]:
-        _check_time(deadline, prefix)
+        check_time(deadline, prefix)
         start = _name_of(prefix)
         with _translated("objects not listed"), os.scandir(self._started().objects) as entries:
             return sorted(_key_of(entry.name) for entry in entries if entry.name.startswith(start))
@@ -169,7 +169,7 @@ class LocalRelay(Relay):
     def _fill(self, temporary: Temporary, content: Iterator[list[memoryview]], key: str, deadline: Deadline) -> None:
         at = 0
         for batch in content:
-            _check_time(deadline, key)
+            check_time(deadline, key)
             at += _exactly(os.pwritev, temporary.fd, batch, at)
         stamp_ns = int(self._clock.monotonic() * 1e9)
         os.utime(temporary.fd, ns=(stamp_ns, stamp_ns))
@@ -232,12 +232,6 @@ def _name_of(key: str) -> str:
 
 def _key_of(name: str) -> str:
     return name[1:].replace("%", "/")
-
-
-def _check_time(deadline: Deadline, key: str) -> None:
-    if deadline.expired:
-        message = f"object {key!r} was not moved within {deadline.timeout_s} s"
-        raise TransferTimeout(message, key=key)
 
 
 def _exactly(move: Callable[[int, list[memoryview], int], int], fd: int, batch: list[memoryview], offset: int) -> int:

@@ -19,7 +19,7 @@ from moonrelay.errors import CapacityError, ClosedError, ConfigError, IntegrityE
 from moonrelay.handle import Extent
 from moonrelay.relay import parse_url
 from moonrelay.relay.base import OnQuiet, Relay
-from moonrelay.relay.extents import check_key, check_parts, check_value
+from moonrelay.relay.extents import check_key, check_parts, check_time, check_value
 
 
 class _Objects:
@@ -65,9 +65,9 @@ class MemoryRelay(Relay):
         return f"memory://{self._name}"
 
     def put(self, key: str, parts: Sequence[Extent], deadline: Deadline, *, on_quiet: OnQuiet | None = None) -> None:
-        del deadline
         try:
             objects = self._started()
+            check_time(deadline, key)
             kept, _ = check_parts(parts)
             value = b"".join(ctypes.string_at(part.address, part.nbytes) for part in kept)
             if self._insert(objects, check_key(key), value) is not None:
@@ -78,9 +78,9 @@ class MemoryRelay(Relay):
                 on_quiet()
 
     def get(self, key: str, parts: Sequence[Extent], deadline: Deadline, *, on_quiet: OnQuiet | None = None) -> bool:
-        del deadline
         try:
             objects = self._started()
+            check_time(deadline, key)
             kept, total = check_parts(parts)
             with objects.lock:
                 value = objects.by_key.get(check_key(key))
@@ -99,12 +99,12 @@ class MemoryRelay(Relay):
                 on_quiet()
 
     def put_if_absent(self, key: str, value: bytes, deadline: Deadline) -> bytes:
-        del deadline
+        check_time(deadline, key)
         standing = self._insert(self._started(), check_key(key), check_value(value))
         return value if standing is None else standing
 
     def get_bytes(self, key: str, deadline: Deadline) -> bytes | None:
-        del deadline
+        check_time(deadline, key)
         objects = self._started()
         with objects.lock:
             return objects.by_key.get(check_key(key))

@@ -41,7 +41,7 @@ from moonrelay.handle import Extent
 from moonrelay.relay import mooncake_native as native
 from moonrelay.relay import parse_url
 from moonrelay.relay.base import MAX_VALUE_BYTES, OnQuiet, Relay
-from moonrelay.relay.extents import check_key, check_parts, check_value
+from moonrelay.relay.extents import check_key, check_parts, check_time, check_value
 from moonrelay.relay.native import NativeCalls
 
 _log = logging.getLogger(__name__)
@@ -321,7 +321,7 @@ class MooncakeRelay(Relay):
 
     def _write(self, store: native.NativeStore, key: str, parts: Sequence[Extent], deadline: Deadline) -> None:
         for move in native.plan(parts, self._is_direct):
-            _check_time(deadline, key)
+            check_time(deadline, key)
             stage = self._stage_address(store) if move.copies else 0
             for address, offset, nbytes in move.copies:
                 ctypes.memmove(stage + offset, address, nbytes)
@@ -346,7 +346,7 @@ class MooncakeRelay(Relay):
             if code != native.OK:
                 raise native.translate(code, "object not read", key)
             for move in native.plan(parts, self._is_direct):
-                _check_time(deadline, key)
+                check_time(deadline, key)
                 stage = self._stage_address(store) if move.copies else 0
                 code = store.batch_get_into_multi_buffer_ranges([key], *_lists(move, stage))[0]
                 if code != move.nbytes:
@@ -520,12 +520,6 @@ def _address_of(value: bytes) -> int:
     """Return where a bytes object's bytes lie; the caller keeps it alive."""
     address = ctypes.cast(ctypes.c_char_p(value), ctypes.c_void_p).value
     return address or 0
-
-
-def _check_time(deadline: Deadline, key: str) -> None:
-    if deadline.expired:
-        message = f"object {key!r} was not moved within {deadline.timeout_s} s"
-        raise TransferTimeout(message, key=key)
 
 
 def _tell(on_quiet: OnQuiet | None) -> None:
