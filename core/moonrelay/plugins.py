@@ -39,12 +39,14 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
                 "memory": "moonrelay.transfer.memory:MemoryEngine",
                 "shm": "moonrelay.transfer.shm:ShmEngine",
                 "mooncake": "moonrelay.transfer.mooncake:MooncakeEngine",
+                "faulty": "moonrelay.transfer.faulty:FaultyEngine",
             }
         ),
         RELAYS: MappingProxyType(
             {
                 "local": "moonrelay.relay.local:LocalRelay",
                 "mooncake": "moonrelay.relay.mooncake_store:MooncakeRelay",
+                "memory": "moonrelay.relay.memory:MemoryRelay",
             }
         ),
         QUEUES: MappingProxyType(

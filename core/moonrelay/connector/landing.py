@@ -76,8 +76,11 @@ class Landing:
         return target
 
     def close(self) -> None:
-        """Undo temporary registrations. Idempotent."""
+        """Undo temporary registrations and let go of the memory; who was handed it keeps it. Idempotent."""
         self._stack.close()
+        # Dropped here, not with this object: an exception that somebody keeps would keep it, and the pool's slot.
+        self.tensors.clear()
+        self._copies_into = None
 
     def register(self, data: DataPlane) -> bool:
         """Register the destination for the time of the transfer; return False where the engine refuses it."""

@@ -1,7 +1,8 @@
 """The leases of one producer: its payloads, their readers, and what follows when either ends.
 
 Owns the entries and the pure `LeaseTable` that decides about them, under one lock. Decides under the lock; replies,
-pushes and the freeing of memory happen after it. What is published, and how bytes move, is `moonrelay.connector.outbox`.
+pushes and the freeing of memory happen after it. What is published, and how bytes move, is
+`moonrelay.connector.outbox`.
 """
 
 from __future__ import annotations
@@ -173,8 +174,10 @@ class Ledger:
         with self.changed:
             entry.in_relay = True
             entry.spill_at = None
-            self._show(entry)
         self._free_memory(entry)
+        with self.changed:
+            if entry.handle.id in self._table:
+                self._show(entry)
 
     def _free_memory(self, entry: Entry) -> None:
         with self.changed:

@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 #: Pause between two looks at a relayed payload that another reader holds, in seconds.
 HELD_POLL_S = 0.2
 END_TIMEOUT_S = 5.0
+#: Time left for the owner's answer to a claim that has waited, in seconds.
+ANSWER_MARGIN_S = 0.5
 
 
 class Source(ABC):
@@ -99,12 +101,6 @@ class DirectSource(Source):
         self._owner = owner
         self._granted = granted
         self._confirmed_at = asked_at
-        if granted.engine is not None and granted.engine.engine != runtime.settings.transfer.engine:
-            message = (
-                f"the producer serves by engine {granted.engine.engine!r}, this connector uses "
-                f"{runtime.settings.transfer.engine!r}; give both the same te_config engine"
-            )
-            raise ConfigError(message, field="te_config.engine", request_id=handle.request_id)
 
     def fetch(self, chunk: int, landing: Landing, deadline: Deadline, cancelled: Callable[[], bool]) -> None:
         moves, where = [], []
@@ -132,14 +128,18 @@ class DirectSource(Source):
             if self._granted.engine is None:
                 message = "the producer granted a direct read without an engine"
                 raise TransferFailed(message, request_id=self.handle.request_id)
-            self._runtime.data().puller.pull(
-                self._granted.engine,
-                moves,
-                deadline,
-                on_landed=landed,
-                cancelled=cancelled,
-                on_quiet=landing.keep_until_quiet(),
-            )
+            try:
+                self._runtime.data().puller.pull(
+                    self._granted.engine,
+                    moves,
+                    deadline,
+                    on_landed=landed,
+                    cancelled=cancelled,
+                    on_quiet=landing.keep_until_quiet(),
+                )
+            except MoonrelayError:
+                self._runtime.watch_quarantine()
+                raise
         if not coverage.complete:
             message = f"chunk {chunk} is not covered by what the engine moved"
             raise IntegrityError(message, request_id=self.handle.request_id)
@@ -254,24 +254,46 @@ def claim_directly(
 
     Raises:
         LeaseHeld, LeaseLost, LeaseExpired, Aborted: The producer's answer.
-        PeerLost: The producer does not answer.
+        PeerLost: The producer is gone.
+        TransferTimeout: It did not answer by the deadline, nor was it silent for long enough to be gone.
+        ConfigError: It serves by another engine than ours.
     """
     if handle.direct is None:
         message = "the handle names no producer"
         raise PeerLost(message, request_id=handle.request_id)
     asked_at = runtime.clock.monotonic()
-    wait_s = deadline.remaining(runtime.settings.lease_ttl_s) or 0.0
+    left_s = deadline.remaining(runtime.settings.lease_ttl_s) or 0.0
+    # The owner gives up a little sooner than we do, so that its answer, not our deadline, says why.
+    wait_s = max(left_s - ANSWER_MARGIN_S, left_s / 2)
     request = wire.Claim(payload_id=handle.id, reader=reader, wait_s=wait_s)
     try:
         granted = runtime.channel().request(handle.direct.control, request, deadline)
     except DeadlineExceeded as exc:
-        text = f"the payload was not to be had within {deadline.timeout_s} s: {exc.message}"
-        raise LeaseHeld(text, request_id=handle.request_id) from exc
+        text = f"the producer did not answer a claim within {deadline.timeout_s} s: {exc.message}"
+        raise TransferTimeout(text, request_id=handle.request_id) from exc
     if not isinstance(granted, wire.Granted):
         text = f"the producer answered a claim with {type(granted).__name__}"
         raise PeerLost(text, request_id=handle.request_id)
     progress.update(granted.progress)
-    return DirectSource(runtime, handle, progress, handle.direct.control, granted, asked_at), granted
+    source = DirectSource(runtime, handle, progress, handle.direct.control, granted, asked_at)
+    if granted.where == "direct":
+        try:
+            _check_engine(runtime, handle, granted)
+        except MoonrelayError:
+            source.nack()
+            raise
+    return source, granted
+
+
+def _check_engine(runtime: Runtime, handle: StageHandle, granted: wire.Granted) -> None:
+    ours = runtime.data().engine.address.engine
+    theirs = granted.engine.engine if granted.engine is not None else None
+    if theirs != ours:
+        message = (
+            f"the producer serves by engine {theirs!r}, this connector reads by {ours!r}; "
+            f"give both the same te_config engine"
+        )
+        raise ConfigError(message, field="te_config.engine", request_id=handle.request_id)
 
 
 def claim_in_relay(
