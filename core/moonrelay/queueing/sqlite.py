@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
-from moonrelay.clock import Clock, Deadline
+from moonrelay.clock import Clock
 from moonrelay.errors import ClosedError, ConfigError, PluginError
 from moonrelay.queueing import schema
 from moonrelay.queueing.engine import Engine
@@ -178,14 +178,15 @@ class SqliteEngine(Engine):
 
     def _use_wal(self, connection: sqlite3.Connection) -> None:
         """Switch to WAL. The busy timeout does not cover this switch, so several first openers take turns here."""
-        deadline = Deadline(self.config.busy_timeout_s, self.clock)
+        left_s = self.config.busy_timeout_s
         while True:
             try:
                 mode = str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
             except sqlite3.OperationalError as exc:
-                if exc.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or deadline.expired:
+                if exc.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or left_s <= 0:
                     raise
                 self._bell.wait(_BUSY_RETRY_S)
+                left_s -= _BUSY_RETRY_S
                 continue
             if mode != "wal":
                 message = f"{self._path} cannot use a write-ahead log (mode {mode}); choose a local folder"

@@ -9,12 +9,12 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
 from moonrelay.clock import Deadline
-from moonrelay.errors import ClosedError, LeaseLost, MoonrelayError
+from moonrelay.errors import Cancelled, ClosedError, DeadlineExceeded, LeaseLost, MoonrelayError
 from moonrelay.queueing.job import NO_JOB, Job, NoJob
 from moonrelay.queueing.ports import WorkerPort
 from moonrelay.queueing.store import WorkerRow
@@ -180,7 +180,8 @@ class Worker:
             except MoonrelayError as exc:
                 # The handle cannot be read here (another version, or damaged); another worker may be able to.
                 logger.warning("cannot read the task of %s: %s", row.request_id, exc)
-                self._port.fail(row.request_id, row.token, exc, True)
+                with suppress(LeaseLost, Cancelled, DeadlineExceeded):  # then it is not ours to fail any more
+                    self._port.fail(row.request_id, row.token, exc, True)
                 continue
             with self._condition:
                 self._jobs[row.token] = weakref.ref(job)
