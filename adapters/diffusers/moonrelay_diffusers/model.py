@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moonrelay.errors import ConfigError
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def whole(config: Mapping[str, object], name: str, default: int) -> int:
 
 
 def _locate(model: str) -> tuple[str, str | None]:
-    if Path(model).expanduser().is_dir():
+    if model.strip() and Path(model).expanduser().is_dir():
         return str(Path(model).expanduser()), None
     if not _HUB_ID.fullmatch(model):
         message = f"model={model!r} is neither a folder nor a hub id; give a folder with model_index.json or owner/name"

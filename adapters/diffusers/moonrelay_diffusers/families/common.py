@@ -48,7 +48,7 @@ def load_pipeline(info: ModelInfo, pipeline_class: str, components: tuple[str, .
     if info.revision is not None:
         options["revision"] = info.revision
     try:
-        with _quietly():
+        with quietly():
             pipe = getattr(diffusers, pipeline_class).from_pretrained(info.source, **options)
             pipe.to(placement.device)
     except (OSError, ValueError, RuntimeError, ImportError) as exc:
@@ -257,8 +257,8 @@ def _torch_dtypes(named: str | Mapping[str, str]) -> torch.dtype | dict[str, tor
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep diffusers' and transformers' loading bars off the worker's output, and give their state back."""
+def quietly() -> Iterator[None]:
+    """Keep diffusers' and transformers' progress bars off the worker's output, and give their state back."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 

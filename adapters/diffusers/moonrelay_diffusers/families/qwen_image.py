@@ -190,7 +190,7 @@ class QwenImageDenoise(PipelineDenoiser):
     family = QwenImageFamily.name
     input_schema = CONDITIONING
     output_schema = LATENTS
-    chunk_dim = None
+    chunk_dim: int | None = None
 
     def __init__(self, pipe: Untyped, components: tuple[str, ...], geometry: QwenImageGeometry) -> None:
         super().__init__(pipe, components)
@@ -218,7 +218,7 @@ class QwenImageDenoise(PipelineDenoiser):
         return arguments
 
     def _mask(self, tree: Mapping[str, object], name: str) -> torch.Tensor:
-        """Return the mask, all ones where the tree has none: the pipeline drops it again, and warns of a missing one."""
+        """Return the mask, all ones where the tree has none: the pipeline drops those, and warns of a missing mask."""
         import torch
 
         given = self.optional_embeds(tree, f"{name}_mask")

@@ -118,7 +118,7 @@ class WanFamily:
             )
             raise ConfigError(message, field="num_frames")
         if params.guidance_scale_2 is not None and not geometry.two_stage:
-            message = f"guidance_scale_2={params.guidance_scale_2} is for models with two transformers (boundary_ratio); leave it out"
+            message = f"guidance_scale_2={params.guidance_scale_2} is for models with two transformers; leave it out"
             raise ConfigError(message, field="guidance_scale_2")
         return full
 
@@ -200,7 +200,7 @@ class WanDenoise(PipelineDenoiser):
     family = WanFamily.name
     input_schema = CONDITIONING
     output_schema = LATENTS
-    chunk_dim = 2
+    chunk_dim: int | None = 2
 
     def __init__(self, pipe: Untyped, components: tuple[str, ...], geometry: WanGeometry) -> None:
         super().__init__(pipe, components)
@@ -232,8 +232,8 @@ class WanDecode:
     """Latents to frames. See `DecodeRunner`.
 
     `run` is the tail of the pipeline's ``__call__``. `run_chunks` does what ``AutoencoderKLWan.decode`` does inside,
-    one latent frame after the other, and stops between them to wait for more. Bits stay equal because each step works on
-    tensors of the very shapes and strides that the whole has: vectorised CPU code treats an element by its place.
+    one latent frame after the other, and stops between them to wait for more. Bits stay equal because each step works
+    on tensors of the very shapes and strides that the whole has: vectorised CPU code treats an element by its place.
     """
 
     family = WanFamily.name
