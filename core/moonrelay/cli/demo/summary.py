@@ -1,0 +1,270 @@
+"""The run as a value: what ``summary.json`` says, and the one line at the end.
+
+Owns the summary's form. Pure functions over what was collected; an absent value is ``null``, never a guess.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from moonrelay.cli.demo.prompts import DemoPrompt
+from moonrelay.queueing.task import Plain
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+
+_PACKAGES: Final = (
+    "moonrelay",
+    "torch",
+    "diffusers",
+    "transformers",
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine",
+    "pyzmq",
+    "xxhash",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReport:
+    """What one stage did for one request.
+
+    Attributes:
+        worker: Who.
+        attempt: The delivery that counted; above 1 after a fault.
+        started_s: Seconds since the run began.
+        seconds: How long it took.
+        input_bytes: Bytes of the payload read; 0 for the first stage.
+        output_bytes: Bytes handed on.
+        path: How the input came: ``p2p``, ``store``, ``None`` for the first stage.
+        transfer_s: Seconds spent claiming and reading the input.
+    """
+
+    worker: str
+    attempt: int
+    started_s: float
+    seconds: float
+    input_bytes: int
+    output_bytes: int
+    path: str | None
+    transfer_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestReport:
+    """One request's end.
+
+    Attributes:
+        prompt: What was asked.
+        stages: Its stages, by name.
+        digest: Of the frames that came out of the stages.
+        undivided_digest: Of the undivided pipeline's frames.
+        undivided_s: How long that took, in seconds.
+        frames: Shape of the frames.
+        file: The video.
+        problem: Why there is none.
+    """
+
+    prompt: DemoPrompt
+    stages: dict[str, StageReport] = field(default_factory=dict)
+    digest: str | None = None
+    undivided_digest: str | None = None
+    undivided_s: float | None = None
+    frames: Sequence[int] = ()
+    file: Path | None = None
+    problem: str | None = None
+
+    @property
+    def identical(self) -> bool:
+        """Whether both digests are there and equal."""
+        return self.digest is not None and self.digest == self.undivided_digest
+
+    def as_dict(self) -> dict[str, Json]:
+        """Return the request's entry of the summary."""
+        names = list(self.stages)
+        hops = {f"{before}-{after}": self.stages[after].path for before, after in itertools.pairwise(names)}
+        return {
+            "request_id": self.prompt.request_id,
+            "prompt": self.prompt.prompt,
+            "negative_prompt": self.prompt.negative_prompt,
+            "seed": self.prompt.seed,
+            "identical": self.identical,
+            "digest": self.digest,
+            "undivided_digest": self.undivided_digest,
+            "undivided_seconds": _rounded(self.undivided_s),
+            "frames": list(self.frames),
+            "path": hops,
+            "stages": {name: _stage_dict(stage) for name, stage in self.stages.items()},
+            "file": str(self.file) if self.file is not None else None,
+            "problem": self.problem,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class Kill:
+    """The one worker that was killed on purpose.
+
+    Attributes:
+        stage: Its stage.
+        worker: Its name.
+        pid: Its process id.
+        request_id: The request whose job it held.
+        attempt: That delivery's number.
+        fraction: How far the job had come.
+        at_s: When, in seconds since the run began.
+        replacement: Name of the worker started in its place.
+        attempt_after: The delivery that completed the stage; above ``attempt``.
+    """
+
+    stage: str
+    worker: str
+    pid: int
+    request_id: str
+    attempt: int
+    fraction: float
+    at_s: float
+    replacement: str | None = None
+    attempt_after: int | None = None
+
+    @property
+    def survived(self) -> bool:
+        """Whether the job that it held was provably done again by a later delivery."""
+        return self.attempt_after is not None and self.attempt_after > self.attempt
+
+
+@dataclass(slots=True, kw_only=True)
+class Summary:
+    """The whole run."""
+
+    requests: list[RequestReport]
+    settings: Mapping[str, Json]
+    numerics: Mapping[str, Json] = field(default_factory=dict)
+    killed: Kill | None = None
+    deliveries: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    problem: str | None = None
+
+    @property
+    def identical(self) -> bool:
+        """Whether every request came out identical."""
+        return bool(self.requests) and all(report.identical for report in self.requests)
+
+    @property
+    def paths(self) -> Counter[str]:
+        """How many hand-overs took which path."""
+        return Counter(
+            stage.path for report in self.requests for stage in report.stages.values() if stage.path is not None
+        )
+
+    def as_dict(self) -> dict[str, Json]:
+        """Return what goes into ``summary.json``."""
+        return {
+            "identical": self.identical,
+            "requests": [report.as_dict() for report in self.requests],
+            "killed": None
+            if self.killed is None
+            else {**asdict(self.killed), "at_s": _rounded(self.killed.at_s), "survived": self.killed.survived},
+            "paths": dict(self.paths),
+            "deliveries": dict(self.deliveries),
+            "versions": versions(),
+            "numerics": dict(self.numerics),
+            "settings": dict(self.settings),
+            "seconds": _rounded(self.seconds),
+            "problem": self.problem,
+        }
+
+    def verdict(self) -> str:
+        """Return the run in one line."""
+        same = sum(report.identical for report in self.requests)
+        count = len(self.requests)
+        if self.problem is not None:
+            return self.problem
+        if not self.identical:
+            wrong = [report for report in self.requests if not report.identical]
+            first = wrong[0]
+            why = first.problem or f"digest {first.digest}, undivided {first.undivided_digest}"
+            names = ", ".join(report.prompt.request_id for report in wrong)
+            return f"only {same} of {count} are identical to the undivided pipeline; not {names} ({why})"
+        paths = ", ".join(f"{number} by {path}" for path, number in sorted(self.paths.items()))
+        line = f"{same} of {count} identical to the undivided pipeline, bit for bit; hand-overs: {paths}"
+        if self.killed is not None:
+            line += (
+                f"; {self.killed.worker} was killed in the middle of {self.killed.request_id}, "
+                f"done again as attempt {self.killed.attempt_after}"
+            )
+        return line
+
+
+def read_result(report: RequestReport, result: Plain, *, began_s: float, names: Mapping[str, str]) -> Path | None:
+    """Fill a report from what the last stage gave.
+
+    Args:
+        report: The request's.
+        result: The queue's result.
+        began_s: When the run began, on the workers' clock.
+        names: Workers' names by the queue's ids.
+
+    Returns:
+        The file that the last stage wrote, where it says one.
+    """
+    if not isinstance(result, Mapping):
+        report.problem = f"the result is a {type(result).__name__}, not a mapping"
+        return None
+    found: Mapping[object, object] = result  # type: ignore[assignment]  # keys may be numbers
+    digest, file, frames, trace = (found.get(key) for key in ("digest", "file", "frames", "trace"))
+    report.digest = digest if isinstance(digest, str) else None
+    report.frames = [int(size) for size in frames] if isinstance(frames, list) else ()
+    for entry in trace if isinstance(trace, list) else []:
+        if isinstance(entry, dict):
+            report.stages[str(entry.get("stage"))] = _stage_report(entry, began_s, names)
+    return Path(file) if isinstance(file, str) else None
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what took part."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _stage_report(entry: Mapping[str, object], began_s: float, names: Mapping[str, str]) -> StageReport:
+    worker = str(entry.get("worker"))
+    started, ended = _number(entry.get("started_s")), _number(entry.get("ended_s"))
+    path = entry.get("path")
+    return StageReport(
+        worker=names.get(worker, worker),
+        attempt=int(_number(entry.get("attempt"))),
+        started_s=started - began_s,
+        seconds=ended - started,
+        input_bytes=int(_number(entry.get("input_bytes"))),
+        output_bytes=int(_number(entry.get("output_bytes"))),
+        path=path if isinstance(path, str) else None,
+        transfer_s=_number(entry.get("transfer_s")),
+    )
+
+
+def _stage_dict(stage: StageReport) -> dict[str, Json]:
+    plain: dict[str, Json] = asdict(stage)
+    return plain | {
+        "started_s": _rounded(stage.started_s),
+        "seconds": _rounded(stage.seconds),
+        "transfer_s": _rounded(stage.transfer_s, 6),
+    }
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _rounded(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None else round(value, digits)

@@ -1,0 +1,292 @@
+"""``moonrelay worker``: one worker of a stage, from a queue to the next stage.
+
+Owns a worker process's start and end: the same bits in every process, what a supervisor reads on stdout, and signals.
+The work itself is `moonrelay.orchestrator`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Protocol, cast
+
+import typer
+
+from moonrelay.cli.hold import HoldingProgram
+from moonrelay.cli.lifeline import Lifeline
+from moonrelay.clock import SystemClock
+from moonrelay.config import from_environment
+from moonrelay.errors import ConfigError, PluginError
+from moonrelay.plugins import ADAPTERS, Registry
+
+if TYPE_CHECKING:
+    from moonrelay.orchestrator import StageLoop, StageProgram
+    from moonrelay.queueing.task import Plain
+    from moonrelay.queueing.worker import Worker
+
+#: How long an orphaned worker may take to end in order, in seconds.
+ORPHAN_GRACE_S = 3.0
+
+
+class WorkerAdapter(Protocol):
+    """What a worker asks of a plugin of ``moonrelay.adapters``."""
+
+    stages: tuple[str, ...]
+
+    def prepare(self, threads: int) -> Mapping[str, Plain]:
+        """Set the process up for equal bits; return what decides them."""
+        ...
+
+    def load_program(
+        self,
+        model: str,
+        stage: str,
+        *,
+        output: Path,
+        device: str,
+        dtype: str | Mapping[str, str] | None,
+        file_format: str,
+    ) -> StageProgram:
+        """Load one stage of a model."""
+        ...
+
+
+def worker(
+    stage: Annotated[str, typer.Argument(help="Stage whose work it takes: encode, denoise or decode.")],
+    model: Annotated[str, typer.Option(help="Folder or hub id of the model.")],
+    queue: Annotated[str, typer.Option(help="Queue, e.g. sqlite:////run/moonrelay.db; or MOONRELAY_QUEUE_URL.")] = "",
+    adapter: Annotated[str, typer.Option(help="Host that runs the model; see `moonrelay adapters`.")] = "diffusers",
+    transfer_mode: Annotated[
+        str | None, typer.Option(help="auto, p2p or store; or MOONRELAY_TRANSFER_MODE.", show_default="auto")
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Direct engine: mooncake, shm, ...; or MOONRELAY_TE_ENGINE.", show_default="mooncake"),
+    ] = None,
+    protocol: Annotated[
+        str | None, typer.Option(help="Mooncake's protocol: tcp, rdma, nvlink.", show_default="tcp")
+    ] = None,
+    hostname: Annotated[
+        str | None, typer.Option(help="Numeric address that peers dial.", show_default="127.0.0.1")
+    ] = None,
+    nics: Annotated[str | None, typer.Option(help="Mooncake's device list, e.g. mlx5_0,mlx5_1.")] = None,
+    pool_bytes: Annotated[int | None, typer.Option(help="Size of the registered pool.", show_default="256 MiB")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Relay: local:///folder or mooncake://host:port; or MOONRELAY_STORE_URL.")
+    ] = None,
+    integrity: Annotated[str, typer.Option(help="auto, full or off.")] = "auto",
+    output: Annotated[Path, typer.Option(help="Folder for results; used by decode.")] = Path("out"),
+    file_format: Annotated[str, typer.Option("--format", help="mp4, gif, png or npy; used by decode.")] = "mp4",
+    device: Annotated[str, typer.Option(help="Where the model lives: cpu, cuda:0, ...")] = "cpu",
+    dtype: Annotated[
+        str | None, typer.Option(help="Type of the weights, e.g. bfloat16, or default=bfloat16,vae=float32.")
+    ] = None,
+    threads: Annotated[
+        int, typer.Option(min=1, help="Threads of one torch operation; the same in every stage, or bits may differ.")
+    ] = 1,
+    buffers: Annotated[
+        int | None, typer.Option(min=0, help="Results that may wait for this worker.", show_default="4")
+    ] = None,
+    worker_id: Annotated[
+        str | None, typer.Option(help="A name for displays; the queue makes it unique.", show_default="the stage")
+    ] = None,
+    spill_after_s: Annotated[
+        float,
+        typer.Option(
+            "--spill-after-s", "--spill-after", help="In auto: seconds until an unclaimed payload is relayed."
+        ),
+    ] = 5.0,
+    lease_ttl_s: Annotated[
+        float, typer.Option("--lease-ttl-s", "--lease-ttl", help="Life of a published payload in seconds.")
+    ] = 600.0,
+    claim_ttl_s: Annotated[
+        float | None, typer.Option(help="A dead reader's claim ends after these seconds.", show_default="5")
+    ] = None,
+    queue_lease_s: Annotated[
+        float | None,
+        typer.Option(help="A dead worker's job is given to another after these seconds.", show_default="10"),
+    ] = None,
+    grace_s: Annotated[
+        float, typer.Option(min=0, help="After SIGTERM, how long the job under way may take before it is given back.")
+    ] = 30.0,
+    parent_fd: Annotated[
+        int | None, typer.Option(help="For supervisors: an inherited pipe; when it breaks, the worker ends itself.")
+    ] = None,
+    hold_at: Annotated[
+        float | None,
+        typer.Option(
+            min=0, max=1, help="For fault demonstrations: stop at this fraction of the first job, to be killed there."
+        ),
+    ] = None,
+) -> None:
+    """Run one worker of a stage until it is told to stop.
+
+    Prints one JSON line when it is ready and one at its end. SIGTERM lets the job under way finish (a second one, or
+    --grace-s, gives it back) and exits with 0; Ctrl-C gives it back at once and exits with 130. In both cases what
+    nobody has read yet is moved to the store. The deployment's secret is MOONRELAY_AUTH_KEY.
+    """
+    from moonrelay.connector import DiffusionConnector
+    from moonrelay.orchestrator import StageLoop
+    from moonrelay.queueing.base import StageQueue
+
+    clock = SystemClock()
+    began = clock.monotonic()
+    shutdown = Shutdown(grace_s)
+    lifeline = None if parent_fd is None else Lifeline(parent_fd, shutdown.orphaned)
+    queue_url = queue or from_environment("QUEUE_URL")
+    if not queue_url:
+        message = "no queue: give --queue, e.g. sqlite:////run/moonrelay.db, or set MOONRELAY_QUEUE_URL"
+        raise ConfigError(message, field="queue")
+    host = load_adapter(adapter)
+    with ExitStack() as stack:
+        connection = stack.enter_context(StageQueue.connect(queue_url, config=_queue_settings(queue_lease_s)))
+        connection.pipeline[stage]  # refuses an unknown stage before the model is loaded
+        connector = stack.enter_context(
+            DiffusionConnector(
+                stage,
+                transfer_mode,
+                _given(
+                    engine=engine,
+                    protocol=protocol,
+                    hostname=hostname,
+                    nics=nics,
+                    pool_bytes=pool_bytes,
+                    device=None if device == "cpu" else device,
+                ),
+                _given(url=store),
+                control_config=_given(claim_ttl_s=claim_ttl_s),
+                lease_ttl_s=lease_ttl_s,
+                spill_after_s=spill_after_s,
+                integrity=integrity,
+            )
+        )
+        # First of all that computes: it decides how many threads torch starts.
+        numerics = dict(host.prepare(threads))
+        program = host.load_program(
+            model, stage, output=output, device=device, dtype=parse_dtype(dtype), file_format=file_format
+        )
+        if hold_at is not None:
+            program = HoldingProgram(
+                program, hold_at, lambda: shutdown.asked or (lifeline is not None and lifeline.go_on.is_set())
+            )
+
+        def ready(registration: Worker) -> None:
+            _say(
+                "ready",
+                worker_id=registration.worker_id,
+                stage=stage,
+                pid=os.getpid(),
+                numerics=numerics,
+                seconds=clock.monotonic() - began,
+            )
+
+        loop = StageLoop(connection, connector, program, buffers=buffers, worker_id=worker_id, on_registered=ready)
+        with shutdown.of(loop):
+            loop.run()
+    counts = loop.counts
+    _say(
+        "ended", stage=stage, completed=counts.completed, failed=counts.failed, lost=counts.lost, rewound=counts.rewound
+    )
+
+
+def load_adapter(name: str) -> WorkerAdapter:
+    """Load a host by name and check that it can serve workers.
+
+    Raises:
+        PluginError: It is unknown, cannot be loaded, or brings no programs.
+    """
+    part = Registry(ADAPTERS).load(name)
+    host = part() if isinstance(part, type) else part
+    if not all(callable(getattr(host, method, None)) for method in ("prepare", "load_program")):
+        message = f"adapter {name!r} brings no programs for workers; run its stages inside its own host"
+        raise PluginError(message, plugin=name)
+    return cast("WorkerAdapter", host)
+
+
+def parse_dtype(text: str | None) -> str | dict[str, str] | None:
+    """Read ``bfloat16`` or ``default=bfloat16,vae=float32``.
+
+    Raises:
+        ConfigError: A part of a list is not ``module=type``.
+    """
+    if text is None or "=" not in text:
+        return text
+    parts = [part.partition("=") for part in text.split(",")]
+    for name, equals, value in parts:
+        if not name.strip() or not equals or not value.strip():
+            message = f"dtype={text!r} is not understood; give e.g. bfloat16, or default=bfloat16,vae=float32"
+            raise ConfigError(message, field="dtype")
+    return {name.strip(): value.strip() for name, _, value in parts}
+
+
+class Shutdown:
+    """Turns signals, and the supervisor's death, into an orderly end.
+
+    SIGTERM: the loop stops after the job under way; once ``grace_s`` have passed, or on a second SIGTERM, the main
+    thread is interrupted and the job goes back to the queue. Ctrl-C interrupts it at once, by Python's own handler.
+
+    Threads: made in the main thread, which signals interrupt; `orphaned` from any.
+    """
+
+    def __init__(self, grace_s: float) -> None:
+        self.asked = False
+        self._grace_s = grace_s
+        self._loop: StageLoop | None = None
+        self._working = False
+        self._never = threading.Event()
+        signal.signal(signal.SIGTERM, self._terminate)
+        signal.signal(signal.SIGALRM, self._out_of_time)
+
+    def of(self, loop: StageLoop) -> Shutdown:
+        """Say which loop is stopped; as a context manager round its ``run``."""
+        self._loop = loop
+        return self
+
+    def __enter__(self) -> Shutdown:
+        self._working = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._working = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def orphaned(self) -> None:
+        """End this process: in order if that takes no longer than `ORPHAN_GRACE_S`, by force otherwise."""
+        self._grace_s = 0.0
+        os.kill(os.getpid(), signal.SIGTERM)
+        self._never.wait(ORPHAN_GRACE_S)
+        os._exit(1)
+
+    def _terminate(self, _signal: int, _frame: FrameType | None) -> None:
+        again, self.asked = self.asked, True
+        if self._loop is None:
+            raise SystemExit(0)  # still loading: there is nothing to give back
+        self._loop.stop()
+        if not self._working:
+            return  # draining already
+        if again or self._grace_s <= 0:
+            raise SystemExit(0)
+        signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+
+    def _out_of_time(self, _signal: int, _frame: FrameType | None) -> None:
+        if self._working:
+            raise SystemExit(0)
+
+
+def _queue_settings(lease_s: float | None) -> dict[str, float]:
+    return {} if lease_s is None else {"lease_s": lease_s, "renew_s": lease_s / 4}
+
+
+def _given(**values: object) -> dict[str, object]:
+    """Return the options that were given; the others are the environment's or the defaults'."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _say(event: str, **fields: object) -> None:
+    typer.echo(json.dumps({"event": event, **fields}))
