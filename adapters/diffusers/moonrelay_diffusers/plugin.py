@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 from moonrelay_diffusers.families import FAMILIES
 from moonrelay_diffusers.families.base import STAGES, Stage, StageRunner
-from moonrelay_diffusers.stages import DTypes, load_stage
+from moonrelay_diffusers.reference import Reference
+from moonrelay_diffusers.request import GenerationRequest
+from moonrelay_diffusers.stages import DTypes, load_stage, resolve_request
 
 if TYPE_CHECKING:
     from moonrelay.orchestrator.program import StageProgram
@@ -85,3 +87,15 @@ class DiffusersAdapter:
         from moonrelay_diffusers.programs import load_program
 
         return load_program(model, stage, output=output, device=device, dtype=dtype, file_format=file_format)
+
+    def load_reference(
+        self, model: str, *, device: str = "cpu", dtype: DTypes = None, family: str | None = None
+    ) -> Reference:
+        """Load the undivided pipeline, against which results are held."""
+        return Reference(model, device=device, dtype=dtype, family=family)
+
+    def resolve_request(
+        self, model: str, request: GenerationRequest, *, family: str | None = None
+    ) -> GenerationRequest:
+        """Hold a request against a model; see `moonrelay_diffusers.stages.resolve_request`."""
+        return resolve_request(model, request, family=family)

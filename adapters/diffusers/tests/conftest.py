@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moonrelay_diffusers import GenerationRequest, tiny
+from moonrelay_diffusers.frames import frames_digest
 from moonrelay_diffusers.numerics import deterministic_setup
 from moonrelay_diffusers.reference import Reference
 
@@ -43,6 +44,7 @@ class Models:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._references: dict[str, Reference] = {}
+        self._digests: dict[str, str] = {}
 
     def request(self, kind: str, **changes: object) -> GenerationRequest:
         return _small_request(kind, **changes)
@@ -60,6 +62,12 @@ class Models:
         if kind not in self._references:
             self._references[kind] = Reference(self.folder(kind))
         return self._references[kind]
+
+    def digest(self, kind: str) -> str:
+        """Return the digest of the pixels that the undivided pipeline makes of the unchanged request."""
+        if kind not in self._digests:
+            self._digests[kind] = frames_digest(self.reference(kind).run(self.request(kind)))
+        return self._digests[kind]
 
 
 @pytest.fixture(scope="session")

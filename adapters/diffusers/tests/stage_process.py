@@ -33,7 +33,7 @@ def main(stage: str, model: str, folder: str) -> None:
         tree = torch.load(work / "latents.pt", weights_only=True)
         cut = 2 if decode.incremental else 1
         np.save(work / "frames.npy", decode.run_chunks(tree["latents"].split(2, dim=cut), tree["params"]))
-    alive = {type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, torch.nn.Module)}
+    alive = {type(thing).__name__ for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)}
     root = Path(model).resolve()
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if len(line.split()) > 5}
     touched = {Path(name).resolve() for name in {*opened, *mapped} if not name.isdecimal()}

@@ -9,6 +9,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moonrelay.errors import Cancelled, ConfigError
@@ -40,20 +41,38 @@ def load_pipeline(info: ModelInfo, pipeline_class: str, components: tuple[str, .
         ConfigError: A file is missing or damaged, or the device or type does not exist.
     """
     import diffusers
+    from safetensors import SafetensorError
 
+    _check_device(placement.device)
+    _check_folders(info, components)
     absent = {slot: None for slot in info.all_slots() if slot not in components}
     options: dict[str, object] = dict(absent)
     if placement.dtype is not None:
         options[_dtype_keyword()] = _torch_dtypes(placement.dtype)
     if info.revision is not None:
         options["revision"] = info.revision
+    # What diffusers and transformers raise on a malformed folder depends on which file and which field it is.
+    malformed = (
+        *(AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError),
+        SafetensorError,
+    )
     try:
         with quietly():
             pipe = getattr(diffusers, pipeline_class).from_pretrained(info.source, **options)
             pipe.to(placement.device)
-    except (OSError, ValueError, RuntimeError, ImportError) as exc:
-        wanted = ", ".join(components)
-        message = f"model={info.source!r}: cannot load {wanted} on {placement.device}: {exc}"
+    except (
+        AttributeError,
+        ImportError,
+        LookupError,
+        OSError,
+        RuntimeError,
+        SafetensorError,
+        TypeError,
+        ValueError,
+    ) as exc:
+        # What diffusers and transformers raise on a malformed folder depends on which file and which field it is.
+        reason = " ".join(str(exc).split())[:400]
+        message = f"model={info.source!r}: cannot load {', '.join(components)} on {placement.device}: {reason}"
         raise ConfigError(message, field="model") from exc
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -234,6 +253,27 @@ def _stepped_dtype(scheduler: Untyped, noise: torch.dtype, model: torch.dtype) -
     for step in trial.timesteps[:2]:
         sample = trial.step(torch.zeros(1, 1, 4, dtype=model), step, sample, return_dict=False)[0]
     return sample.dtype
+
+
+def _check_device(name: str) -> None:
+    """Raise `ConfigError` for a device that torch does not know, or that is not here."""
+    import torch
+
+    try:
+        # Only a tensor on it shows that a device is there; torch says so by assertion where it was built without it.
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as exc:
+        message = f"device={name!r} cannot be used here: {str(exc).splitlines()[0]}; use cpu, or install its torch"
+        raise ConfigError(message, field="device") from exc
+
+
+def _check_folders(info: ModelInfo, components: tuple[str, ...]) -> None:
+    """Raise `ConfigError` for a module without files; some tokenizers would load from nothing and know no word."""
+    for component in set(components) & set(info.components()):
+        folder = Path(info.source, component)
+        if Path(info.source).is_dir() and not (folder.is_dir() and any(folder.iterdir())):
+            message = f"model={info.source!r}: cannot load {component}: its folder is missing or empty"
+            raise ConfigError(message, field="model")
 
 
 def _dtype_keyword() -> str:
