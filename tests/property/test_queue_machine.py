@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moonrelay.clock import ManualClock
 from moonrelay.errors import ConfigError, IntegrityError, MoonrelayError, TransferFailed
@@ -31,7 +31,7 @@ PIPELINE = Pipeline(
 SETTINGS = {"lease_s": 10.0, "max_depth": 8, "keep_ended": 4, "keep_events": 50, "affinity_wait_s": 3.0}
 ENDS = ("done", "failed", "dead", "cancelled")
 LABELS = st.sampled_from([None, {"host": "a"}, {"host": "b"}])
-IDS = st.sampled_from([f"r{number}" for number in range(12)])
+IDS = st.sampled_from([f"r{number}" for number in range(10)])
 ERRORS = st.sampled_from([TransferFailed("flaky"), ConfigError("wrong"), IntegrityError("bytes")])
 PICK = st.integers(0, 99)
 
@@ -65,9 +65,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(
         request_id=IDS,
-        stage=st.sampled_from(STAGES),
+        stage=st.sampled_from(["encode", "encode", "encode", "denoise", "decode"]),
         priority=st.sampled_from([None, "interactive", "standard", "batch"]),
-        deadline_s=st.sampled_from([None, 5.0, 40.0]),
+        deadline_s=st.sampled_from([None, None, 5.0, 40.0]),
         affinity=LABELS,
         max_attempts=st.sampled_from([None, 1, 2]),
         if_absent=st.booleans(),
@@ -76,9 +76,16 @@ class QueueMachine(RuleBasedStateMachine):
         task = StageTask(request_id=request_id, payload={"n": 1}, **fields)  # type: ignore[arg-type]
         self.both(lambda n: self.queues[n].submit(task, if_absent=if_absent))
 
-    @precondition(lambda self: len(self.workers) < 8)
-    @rule(stage=st.sampled_from(STAGES), slots=st.integers(1, 2), buffers=st.integers(0, 2), affinity=LABELS)
-    def join(self, stage: str, slots: int, buffers: int, affinity: dict[str, str] | None) -> None:
+    @initialize(buffers=st.integers(1, 2))
+    def open_pools(self, buffers: int) -> None:
+        for stage in STAGES:
+            self.join_pool(stage, 2, buffers, None)
+            self.join_pool(stage, 1, 1, {"host": "a"})
+        for number in range(5):
+            for queue in self.queues:
+                queue.submit(StageTask(stage="encode", request_id=f"r{number}", payload={"n": 1}))
+
+    def join_pool(self, stage: str, slots: int, buffers: int, affinity: dict[str, str] | None) -> None:
         self.workers.append(
             [
                 queue.register_worker(stage, slots=slots, buffers=buffers, affinity=affinity, heartbeat=False)
@@ -86,85 +93,115 @@ class QueueMachine(RuleBasedStateMachine):
             ]
         )
 
+    @rule(stage=st.sampled_from(STAGES), slots=st.integers(1, 2), buffers=st.integers(0, 2), affinity=LABELS)
+    def join(self, stage: str, slots: int, buffers: int, affinity: dict[str, str] | None) -> None:
+        if len(self.workers) < 8:
+            self.join_pool(stage, slots, buffers, affinity)
+
     @precondition(lambda self: self.workers)
-    @rule(pick=PICK)
-    def claim(self, pick: int) -> None:
-        pair = self.workers[pick % len(self.workers)]
+    @rule(pick=PICK, many=st.integers(1, 4))
+    def claim(self, pick: int, many: int) -> None:
+        """Let workers claim, beginning with one of them, until ``many`` jobs are out."""
+        for turn in range(len(self.workers)):
+            many -= self.claim_one(self.workers[(pick + turn) % len(self.workers)])
+            if not many:
+                return
+
+    def claim_one(self, pair: list[Worker]) -> bool:
         before = self.queues[0].stats().stages["decode"]
         got = [worker.take(timeout_s=0) for worker in pair]
         if got[0] is None or got[1] is None:
             assert got == [None, None]
-            return
+            return False
         assert got[0].task == got[1].task
         assert got[0].token == got[1].token > self.token
-        assert got[0].attempt <= 40
         self.token = got[0].token
         self.jobs.append([got[0], got[1]])
         if pair[0].stage == "denoise":
             assert before.credits_free >= 1
             after = self.queues[0].stats().stages["decode"]
             assert after.credits_held == before.credits_held + 1 <= after.credits_total
-
-    def job(self, pick: int) -> list[Job]:
-        return self.jobs[pick % len(self.jobs)]
-
-    @precondition(lambda self: self.jobs)
-    @rule(pick=PICK, target_stage=st.sampled_from(STAGES), deadline_s=st.sampled_from([None, 3.0]), affinity=LABELS)
-    def advance(self, pick: int, target_stage: str, deadline_s: float | None, affinity: dict[str, str] | None) -> None:
-        task = StageTask(stage=target_stage, handle=b"h", deadline_s=deadline_s, affinity=affinity)
-        self.both(lambda n: self.job(pick)[n].complete(next_task=task))
-
-    @precondition(lambda self: self.jobs)
-    @rule(pick=PICK)
-    def finish(self, pick: int) -> None:
-        self.both(lambda n: self.job(pick)[n].complete(result=[pick]))
-
-    @precondition(lambda self: self.jobs)
-    @rule(pick=PICK, error=ERRORS)
-    def fail(self, pick: int, error: MoonrelayError) -> None:
-        self.both(lambda n: self.job(pick)[n].fail(error))
-
-    @precondition(lambda self: self.jobs)
-    @rule(pick=PICK, error=ERRORS)
-    def lose_input(self, pick: int, error: MoonrelayError) -> None:
-        self.both(lambda n: self.job(pick)[n].lost_input(error))
-
-    @precondition(lambda self: self.jobs)
-    @rule(pick=PICK)
-    def give_back(self, pick: int) -> None:
-        self.both(lambda n: self.job(pick)[n].give_back("enough"))
-
-    @precondition(lambda self: self.jobs)
-    @rule(pick=PICK, fraction=st.floats(0, 1))
-    def progress(self, pick: int, fraction: float) -> None:
-        self.both(lambda n: self.job(pick)[n].progress(fraction, "on it"))
+        return True
 
     @precondition(lambda self: self.workers)
-    @rule(pick=PICK)
-    def renew(self, pick: int) -> None:
-        pair = self.workers[pick % len(self.workers)]
+    @rule(
+        pick=PICK,
+        stop=st.sampled_from([None, *STAGES]),
+        trouble=st.sampled_from([None, *STAGES]),
+        lose=st.booleans(),
+        error=ERRORS,
+    )
+    def work(self, pick: int, stop: str | None, trouble: str | None, lose: bool, error: MoonrelayError) -> None:
+        """Let all pools do their work, but for one stage that stands still and one that has trouble."""
+        for turn in range(len(self.workers)):
+            pair = self.workers[(pick + turn) % len(self.workers)]
+            if pair[0].stage == stop or not self.claim_one(pair):
+                continue
+            below = STAGES[(STAGES.index(pair[0].stage) + 1) % 3]
+            next_task = None if below == "encode" else StageTask(stage=below, handle=b"h")
+            for job in self.jobs[-1]:
+                if job.stage != trouble:
+                    job.complete(next_task=next_task)
+                elif lose:
+                    job.lost_input(error)
+                else:
+                    job.fail(error)
+
+    @precondition(lambda self: self.jobs)
+    @rule(
+        pick=PICK,
+        act=st.sampled_from(["advance", "advance", "advance", "finish", "fail", "lose", "lose", "return", "progress"]),
+        error=ERRORS,
+        skip=st.sampled_from([1, 1, 1, 2, 0]),
+        deadline_s=st.sampled_from([None, None, 3.0]),
+        affinity=LABELS,
+        fraction=st.floats(0, 1),
+    )
+    def settle(
+        self,
+        pick: int,
+        act: str,
+        error: MoonrelayError,
+        skip: int,
+        deadline_s: float | None,
+        affinity: dict[str, str] | None,
+        fraction: float,
+    ) -> None:
+        """Do something with a job, most often one of the newest; old ones, lost or settled, must be refused."""
+        pair = self.jobs[-1 - pick % min(len(self.jobs), 4 if pick < 80 else 99)]
+        below = STAGES[min(2, STAGES.index(pair[0].stage) + skip)]
+        task = StageTask(stage=below, handle=b"h", deadline_s=deadline_s, affinity=affinity)
+        acts: dict[str, Callable[[Job], object]] = {
+            "advance": lambda job: job.complete(next_task=task),
+            "finish": lambda job: job.complete(result=[pick]),
+            "fail": lambda job: job.fail(error),
+            "lose": lambda job: job.lost_input(error),
+            "return": lambda job: job.give_back("enough"),
+            "progress": lambda job: job.progress(fraction, "on it"),
+        }
+        self.both(lambda n: acts[act](pair[n]))
+
+    @precondition(lambda self: self.workers)
+    @rule(pick=PICK, leave=st.sampled_from([False, False, False, True]))
+    def renew(self, pick: int, leave: bool) -> None:
+        number = pick % len(self.workers)
+        pair = self.workers[number]
         self.both(lambda n: pair[n].renew())
         assert [job.lost is None for job in pair[0].held] == [job.lost is None for job in pair[1].held]
+        if leave:
+            for worker in self.workers.pop(number):
+                worker.close()
 
-    @precondition(lambda self: self.workers)
-    @rule(pick=PICK)
-    def leave(self, pick: int) -> None:
-        for worker in self.workers.pop(pick % len(self.workers)):
-            worker.close()
+    @rule(request_id=IDS, act=st.sampled_from(["cancel", "forget", "forget", "result", "result"]))
+    def client(self, request_id: str, act: str) -> None:
+        acts: dict[str, Callable[[StageQueue], object]] = {
+            "cancel": lambda queue: queue.cancel(request_id),
+            "forget": lambda queue: queue.forget(request_id),
+            "result": lambda queue: queue.result(request_id, timeout_s=0),
+        }
+        self.both(lambda n: acts[act](self.queues[n]))
 
-    @rule(request_id=IDS)
-    def cancel(self, request_id: str) -> None:
-        self.both(lambda n: self.queues[n].cancel(request_id))
-
-    @rule(request_id=IDS)
-    def forget(self, request_id: str) -> None:
-        self.both(lambda n: self.queues[n].forget(request_id))
-
-    @rule(request_id=IDS)
-    def result(self, request_id: str) -> None:
-        self.both(lambda n: self.queues[n].result(request_id, timeout_s=0))
-
-    @rule(seconds=st.sampled_from([0.05, 0.3, 3.0, 9.0, 11.0]))
+    @rule(seconds=st.sampled_from([0.05, 0.3, 0.3, 3.0, 6.0, 11.0]))
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
@@ -173,6 +210,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queues[0].requests() == self.queues[1].requests()
         stats = self.queues[0].stats()
         assert stats == self.queues[1].stats()
+        due = [queue._engine.read(lambda book: book.tx.next_due_s(book.now_s)) for queue in self.queues]  # type: ignore[attr-defined]
+        assert due[0] == due[1]
         events = self.queues[0].events(self.seen)
         assert events == self.queues[1].events(self.seen)
         for event in events:

@@ -8,12 +8,25 @@ from typing import get_args
 
 import pytest
 
-from moonrelay.errors import ConfigError, IntegrityError, MoonrelayError, PeerLost, PluginError
+from moonrelay.errors import ConfigError, IntegrityError, LeaseLost, MoonrelayError, PeerLost, PluginError
 from moonrelay.plugins import QUEUES, Registry
-from moonrelay.queueing import DEFAULT_PIPELINE, Pipeline, QueueConfig, StageQueue, StageSpec, StageTask, codec
+from moonrelay.queueing import (
+    DEFAULT_PIPELINE,
+    Pipeline,
+    QueueConfig,
+    StageQueue,
+    StageSpec,
+    StageTask,
+    codec,
+    delivery,
+    intake,
+    outcome,
+)
 from moonrelay.queueing.credits import Offer, account
 from moonrelay.queueing.fairness import Passes, choose, longest_wait
+from moonrelay.queueing.memory import MemoryTransaction
 from moonrelay.queueing.states import ENDED, STATES, TABLE, Step, step
+from moonrelay.queueing.store import Book, WorkerRow
 from moonrelay.queueing.task import PRIORITIES, Priority
 
 
@@ -72,6 +85,24 @@ class TestCredits:
     def test_free_is_never_negative(self) -> None:
         poor = account([Offer(buffers=1, lease_until_s=10.0)], admitted=3, waiting=1, now_s=0.0)
         assert (poor.free, poor.held, poor.total) == (0, 4, 1)
+
+
+class TestFence:
+    def test_a_lapsed_claim_is_lost_before_anybody_reaps_it(self) -> None:
+        tx = MemoryTransaction()
+
+        def book(now_s: float) -> Book:
+            return Book(tx=tx, now_s=now_s, pipeline=DEFAULT_PIPELINE, config=QueueConfig())
+
+        worker = WorkerRow(worker_id="w", stage="encode", slots=1, buffers=1, lease_until_s=0.0)
+        intake.submit(
+            book(0.0), "r1", intake.pack(1000, "task", StageTask(stage="encode", request_id="r1")), if_absent=False
+        )
+        got = delivery.claim(book(1.0), worker)
+        assert isinstance(got, delivery.Delivery)
+        outcome.fence(book(10.9), "r1", got.request.token)
+        with pytest.raises(LeaseLost, match="not renewed in time"):
+            outcome.fence(book(11.0), "r1", got.request.token)
 
 
 class TestStates:

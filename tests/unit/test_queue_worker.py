@@ -121,6 +121,35 @@ def test_closing_ends_waits_in_other_threads(queue: StageQueue, closing: str) ->
         assert queue.stats().workers == ()
 
 
+def test_a_renewal_under_way_does_not_bring_a_closed_worker_back(
+    queue: StageQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = queue.register_worker("encode", heartbeat=False)
+    inside, go_on, left = threading.Event(), threading.Event(), threading.Event()
+    renew, leave = WorkerDesk.renew, WorkerDesk.leave
+
+    def slow(desk: WorkerDesk, *args: object) -> object:
+        inside.set()
+        assert go_on.wait(30)
+        return renew(desk, *args)  # type: ignore[arg-type]
+
+    def note(desk: WorkerDesk, row: object) -> None:
+        leave(desk, row)  # type: ignore[arg-type]
+        left.set()
+
+    monkeypatch.setattr(WorkerDesk, "renew", slow)
+    monkeypatch.setattr(WorkerDesk, "leave", note)
+    threads = [threading.Thread(target=worker.renew), threading.Thread(target=worker.close)]
+    threads[0].start()
+    assert inside.wait(30)
+    threads[1].start()
+    left.wait(0.3)  # it must not have left before the renewal is through
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert queue.stats().workers == ()
+
+
 def test_waiters_are_woken_by_what_they_wait_for(queue: StageQueue) -> None:
     got: list[object] = []
     denoise = queue.register_worker("denoise")
