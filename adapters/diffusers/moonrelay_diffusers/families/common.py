@@ -60,17 +60,7 @@ def load_pipeline(info: ModelInfo, pipeline_class: str, components: tuple[str, .
         with quietly():
             pipe = getattr(diffusers, pipeline_class).from_pretrained(info.source, **options)
             pipe.to(placement.device)
-    except (
-        AttributeError,
-        ImportError,
-        LookupError,
-        OSError,
-        RuntimeError,
-        SafetensorError,
-        TypeError,
-        ValueError,
-    ) as exc:
-        # What diffusers and transformers raise on a malformed folder depends on which file and which field it is.
+    except malformed as exc:
         reason = " ".join(str(exc).split())[:400]
         message = f"model={info.source!r}: cannot load {', '.join(components)} on {placement.device}: {reason}"
         raise ConfigError(message, field="model") from exc
