@@ -168,6 +168,8 @@ def worker(
         )
         # First of all that computes: it decides how many threads torch starts.
         numerics = dict(host.prepare(threads))
+        # Now rather than within the first job, which would fail for what is this worker's fault.
+        connector.start()
         program = host.load_program(
             model, stage, output=output, device=device, dtype=parse_dtype(dtype), file_format=file_format
         )

@@ -36,11 +36,13 @@ class Message:
     Attributes:
         child: Name of the child.
         event: The line's ``event``, or `EXITED`.
+        at_s: When it was read.
         fields: The other fields.
     """
 
     child: str
     event: str
+    at_s: float
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -165,7 +167,8 @@ class Child:
                         log.write(line)
                     else:
                         self._inbox.put(message)
-        self._inbox.put(Message(child=self.name, event=EXITED, fields={"code": self._process.wait()}))
+        code = self._process.wait()
+        self._inbox.put(Message(child=self.name, event=EXITED, at_s=self._clock.monotonic(), fields={"code": code}))
 
     def _parse(self, line: bytes) -> Message | None:
         try:
@@ -174,7 +177,7 @@ class Child:
             return None
         if not isinstance(fields, dict) or not isinstance(fields.get("event"), str):
             return None
-        return Message(child=self.name, event=fields.pop("event"), fields=fields)
+        return Message(child=self.name, event=fields.pop("event"), at_s=self._clock.monotonic(), fields=fields)
 
 
 class Children:

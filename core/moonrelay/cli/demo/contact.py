@@ -27,7 +27,7 @@ _GAP: Final = 6
 _PAD: Final = 18
 _MARGIN: Final = 36
 _HEAD: Final = 108
-_TEXT: Final = 86
+_TEXT: Final = 70
 _CARD_W: Final = _FRAMES * _FRAME + (_FRAMES - 1) * _GAP + 2 * _PAD
 _CARD_H: Final = _TEXT + _FRAME + 2 * _PAD + 26
 
@@ -119,12 +119,13 @@ def _card(sheet: Image, draw: ImageDraw, fonts: _Fonts, report: RequestReport, a
     name = report.prompt.request_id
     draw.text((inner, y), name, _INK, font=fonts.name)
     indent = int(draw.textlength(name, font=fonts.name)) + 12
-    for number, line in enumerate(_wrap(draw, report.prompt.prompt, fonts.prompt, _CARD_W - 2 * _PAD - indent, 2)):
+    lines = _wrap(draw, report.prompt.prompt, fonts.prompt, _CARD_W - 2 * _PAD - indent, 2)
+    for number, line in enumerate(lines):
         draw.text((inner + indent, y + 22 * number), line, _INK, font=fonts.prompt)
     without = report.prompt.negative_prompt
     if without:
         text = _fit(draw, f"without: {without}", fonts.small, _CARD_W - 2 * _PAD - indent)
-        draw.text((inner + indent, y + 50), text, _SOFT, font=fonts.small)
+        draw.text((inner + indent, y + 22 * len(lines) + 3), text, _SOFT, font=fonts.small)
     _frames(sheet, draw, fonts, report, (inner, top + _PAD + _TEXT - 12))
     _foot(draw, fonts, report, (inner, top + _CARD_H - 34))
 
@@ -154,11 +155,11 @@ def _foot(draw: ImageDraw, fonts: _Fonts, report: RequestReport, at: tuple[int, 
     draw.text((left, top), mark, colour, font=fonts.mark)
     words = []
     if report.digest is not None:
-        words.append(f"xxh3 {report.digest[:16]}…")
+        words.append(f"xxh3 {report.digest[:12]}…")
     for name, stage in report.stages.items():
         if stage.path is not None:
             again = f" (attempt {stage.attempt})" if stage.attempt > 1 else ""
-            words.append(f"{name} read {_size(stage.input_bytes)} by {stage.path}{again}")
+            words.append(f"{name} {_size(stage.input_bytes)} by {stage.path}{again}")
     text = _fit(draw, "   ".join(words), fonts.small, _CARD_W - 2 * _PAD - 150)
     draw.text(
         (left + _CARD_W - 2 * _PAD - draw.textlength(text, font=fonts.small), top + 2), text, _SOFT, font=fonts.small

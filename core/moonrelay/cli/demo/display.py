@@ -63,9 +63,6 @@ class PlainDisplay:
 
     def update(self, board: Board, headline: str) -> None:
         """Print what is new."""
-        if headline != self._headline:
-            self._headline = headline
-            self._console.print(headline, markup=False, highlight=False)
         lines = [(note.at_s, note.text) for note in board.notes[self._notes :]]
         self._notes = len(board.notes)
         for number, span in enumerate(board.spans):
@@ -85,6 +82,9 @@ class PlainDisplay:
                 self._compared.add(name)
                 verdict = "identical to the undivided pipeline" if row.identical else "DIFFERS from the undivided one"
                 self._console.print(f"          {name} {verdict}", markup=False, highlight=False)
+        if headline != self._headline:
+            self._headline = headline
+            self._console.print(headline, markup=False, highlight=False)
 
     def _print(self, elapsed_s: float, text: str) -> None:
         self._console.print(f"{elapsed_s:7.2f} s {text}", markup=False, highlight=False, soft_wrap=True)

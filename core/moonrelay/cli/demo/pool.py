@@ -89,7 +89,7 @@ class WorkerPool:
 
     def ready(self, message: Message) -> None:
         """Take note that a worker joined its pool."""
-        self._board.worker_ready(message.child, self._clock.monotonic())
+        self._board.worker_ready(message.child, message.at_s)
         self.names[str(message.fields.get("worker_id"))] = message.child
         numerics = message.fields.get("numerics")
         if isinstance(numerics, dict):
@@ -114,7 +114,7 @@ class WorkerPool:
         child, row = self._children[message.child], self._board.workers[message.child]
         if child.killed:
             return
-        now = self._clock.monotonic()
+        now = message.at_s
         self._board.worker_gone(row.name, "lost", now)
         error = child.failure(message.fields.get("code"))
         self._crashes += 1

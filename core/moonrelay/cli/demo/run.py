@@ -178,18 +178,23 @@ class DemoRun:
     def _watch(self, queue: StageQueue, pool: WorkerPool) -> None:
         while not self._complete():
             self._check_time()
-            for event in queue.events(self._since, timeout_s=_LOOK_S):
+            events = queue.events(self._since, timeout_s=_LOOK_S)
+            # A worker says that it is ready before it takes a job, so its name is known before its first event.
+            self._listen(pool)
+            for event in events:
                 self._since = event.number
                 self.board.apply(event)
                 self._kill_if_held(event, pool)
                 if event.kind in ("done", "failed", "dead", "cancelled"):
                     self._fetch(queue, event.request_id, pool)
-            while (message := self._inbox.get(0)) is not None:
-                self._from_child(message, pool)
             self._compare()
             self._show(self._headline())
         self.summary.numerics = self._check_numerics(pool)
         self.summary.deliveries = queue_counts(self.board.spans)
+
+    def _listen(self, pool: WorkerPool) -> None:
+        while (message := self._inbox.get(0)) is not None:
+            self._from_child(message, pool)
 
     def _complete(self) -> bool:
         if not self.board.finished:
@@ -223,7 +228,7 @@ class DemoRun:
         self.board.note(
             now,
             f"kill -9 of {name} (pid {pid}) in the middle of {event.request_id} {event.stage}, "
-            f"at {event.fraction:.0%}; {replacement} takes its place",
+            f"{self.summary.killed.where}; {replacement} takes its place",
             grave=True,
         )
 
@@ -259,7 +264,7 @@ class DemoRun:
             self._payloads = _payloads(fields.get("requests"))
             numerics = fields.get("numerics")
             self.summary.numerics = numerics if isinstance(numerics, dict) else {}
-            self.board.note(self._clock.monotonic(), f"the model is there: {self._model}, of family {fields['family']}")
+            self.board.note(message.at_s, f"the model is there: {self._model}, of family {fields['family']}")
         elif message.event == "undivided":
             self._measured(fields)
         elif message.event == "error":

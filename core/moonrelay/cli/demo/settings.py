@@ -80,6 +80,9 @@ class DemoSettings:
         if self.engine == "memory":
             message = "engine='memory' serves one process only; use mooncake or shm"
             raise ConfigError(message, field="engine")
+        if self.store is not None and self.store.startswith("memory:"):
+            message = f"store={self.store!r} serves one process only; use local or mooncake://host:port"
+            raise ConfigError(message, field="store")
         if self.output.exists() and not self.output.is_dir():
             message = f"output={str(self.output)!r} is no folder; name a folder"
             raise ConfigError(message, field="output")

@@ -133,6 +133,11 @@ class Kill:
     attempt_after: int | None = None
 
     @property
+    def where(self) -> str:
+        """How far the job had come, in words; a stage that reports no progress is caught at its end."""
+        return f"at {self.fraction:.0%}" if self.fraction < 1 else "its result published and the job not settled"
+
+    @property
     def survived(self) -> bool:
         """Whether the job that it held was provably done again by a later delivery."""
         return self.attempt_after is not None and self.attempt_after > self.attempt

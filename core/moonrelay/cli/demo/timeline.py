@@ -15,13 +15,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_STAGE_COLOURS: Final = {"encode": "#4e79a7", "denoise": "#e1812c", "decode": "#3a923a"}
-_PATH_COLOURS: Final = {"p2p": "#1f6fb2", "store": "#8e44ad"}
+_STAGE_COLOURS: Final = {"encode": "#59b3a9", "denoise": "#e1812c", "decode": "#3a923a"}
+_PATH_COLOURS: Final = {"p2p": "#1f4e9c", "store": "#8e44ad"}
 _KILL: Final = "#b3261e"
 _INK: Final = "#22242a"
 _SOFT: Final = "#8a8c94"
 _IDLE: Final = "#eceae4"
 _LANE: Final = 0.62
+_THIN: Final = 0.4
+_TALL: Final = 0.56
 #: More requests than this get no row of their own.
 MAX_ROWS: Final = 40
 #: A hand-over is drawn at least this long, in parts of the whole time, so that it can be seen.
@@ -41,14 +43,14 @@ def draw_timeline(board: Board, summary: Summary, file: Path) -> None:
 
     lanes = len(board.workers) + 1
     rows = min(MAX_ROWS, len(summary.requests))
-    figure = Figure(figsize=(15, 2.2 + 0.42 * lanes + 0.5 * rows), dpi=110, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(15, 2.2 + 0.42 * lanes + 0.68 * rows), dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[lanes + 1, 1.2 * rows + 1])
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[lanes + 1, 1.6 * rows + 1])
     _workers(top, board, summary)
     _requests(bottom, board, summary)
     end = _end(board)
     for axes in (top, bottom):
-        axes.set_xlim(0, end * 1.01)
+        axes.set_xlim(_begin(board), end + 0.01 * (end - _begin(board)))
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color(_SOFT)
         axes.tick_params(colors=_INK, length=0)
@@ -74,7 +76,7 @@ def _workers(axes: Axes, board: Board, summary: Summary) -> None:
     for span in board.undivided_spans:
         left, width = span.started_s - board.started_s, (span.ended_s or span.started_s) - span.started_s
         axes.barh(own, width, left=left, height=_LANE, color="#c9c6bd", edgecolor="white", linewidth=0.8)
-        _label(axes, left, width, own, span.request_id, end, _INK)
+        _label(axes, left, width, own, span.request_id, end - _begin(board), _INK)
     axes.set_yticks([*range(own), own], [*(worker.name for worker in names), "undivided"])
     axes.set_ylim(own + 0.6, -0.6)
     axes.set_title("Who works on which request", loc="left", fontsize=12, color=_INK, pad=10)
@@ -109,26 +111,26 @@ def _bar(axes: Axes, board: Board, span: Span, lane: int) -> None:
         linewidth=1.2 if broken else 0.8,
     )
     again = f" #{span.attempt}" if span.attempt > 1 else ""
-    _label(axes, left, width, lane, span.request_id + again, _end(board), _KILL if broken else "white")
+    _label(axes, left, width, lane, span.request_id + again, _end(board) - _begin(board), _KILL if broken else "white")
 
 
-def _label(axes: Axes, left: float, width: float, lane: float, text: str, end: float, colour: str) -> None:
-    if width > end * 0.0078 * len(text):
+def _label(axes: Axes, left: float, width: float, lane: float, text: str, whole: float, colour: str) -> None:
+    if width > whole * 0.0078 * len(text):
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8} if colour == _KILL else None
         axes.text(left + width / 2, lane, text, ha="center", va="center", fontsize=8, color=colour, bbox=box)
 
 
 def _requests(axes: Axes, board: Board, summary: Summary) -> None:
     reports = summary.requests[:MAX_ROWS]
-    end = _end(board)
+    begin, end = _begin(board), _end(board)
     for number, report in enumerate(reports):
-        _way(axes, report, number, end)
+        _way(axes, report, number, begin, end)
         for span in board.spans:
             if span.request_id == report.prompt.request_id and span.how not in ("completed", ""):
                 left = span.started_s - board.started_s
                 width = (span.ended_s or span.started_s) - span.started_s
                 axes.barh(
-                    number, width, left=left, height=0.5, color="white", edgecolor=_KILL, hatch="xxxx", linewidth=1.0
+                    number, width, left=left, height=_THIN, color="white", edgecolor=_KILL, hatch="xxxx", linewidth=1.0
                 )
     names = [f"{report.prompt.request_id} {'✓' if report.identical else '✗'}" for report in reports]
     axes.set_yticks(range(len(reports)), names)
@@ -138,33 +140,33 @@ def _requests(axes: Axes, board: Board, summary: Summary) -> None:
     axes.set_title("Each request's way: stages, waits and hand-overs", loc="left", fontsize=12, color=_INK, pad=10)
 
 
-def _way(axes: Axes, report: RequestReport, row: int, end: float) -> None:
+def _way(axes: Axes, report: RequestReport, row: int, begin: float, end: float) -> None:
     stages = list(report.stages.items())
     if stages:
         first, last = stages[0][1], stages[-1][1]
         axes.plot(
             [first.started_s, last.started_s + last.seconds], [row, row], color="#cfccc3", linewidth=1.4, zorder=1
         )
-    before: StageReport | None = None
-    for name, stage in stages:
-        axes.barh(row, stage.seconds, left=stage.started_s, height=0.5, color=_STAGE_COLOURS[name], zorder=2)
-        if before is not None and stage.path is not None:
-            _hand_over(axes, stage, row, end)
-        before = stage
+    for number, (name, stage) in enumerate(stages):
+        colour = _STAGE_COLOURS.get(name, _SOFT)
+        axes.barh(row, stage.seconds, left=stage.started_s, height=_THIN, color=colour, zorder=2)
+        if stage.path is not None:
+            _hand_over(axes, stage, row, above=number % 2 == 1, begin=begin, end=end)
 
 
-def _hand_over(axes: Axes, stage: StageReport, row: int, end: float) -> None:
+def _hand_over(axes: Axes, stage: StageReport, row: int, *, above: bool, begin: float, end: float) -> None:
     colour = _PATH_COLOURS.get(stage.path or "", _INK)
-    width = max(stage.transfer_s, end * _VISIBLE)
-    axes.barh(row, width, left=stage.started_s, height=0.74, color=colour, zorder=3)
+    width = max(stage.transfer_s, (end - begin) * _VISIBLE)
+    axes.barh(row, width, left=stage.started_s, height=_TALL, color=colour, zorder=3)
     text = f"{_size(stage.input_bytes)} {stage.path}, {_time(stage.transfer_s)}"
+    late = stage.started_s > begin + 0.9 * (end - begin)
     axes.annotate(
         text,
-        (stage.started_s, row - 0.37),
-        xytext=(0, 1),
+        (stage.started_s + (width if late else 0.0), row + (-_TALL if above else _TALL) / 2),
+        xytext=(0, 1 if above else -1),
         textcoords="offset points",
-        ha="left",
-        va="bottom",
+        ha="right" if late else "left",
+        va="bottom" if above else "top",
         fontsize=7,
         color=colour,
     )
@@ -177,7 +179,7 @@ def _kill_mark(top: Axes, bottom: Axes, summary: Summary) -> None:
     for axes in (top, bottom):
         axes.axvline(killed.at_s, color=_KILL, linewidth=1.2, linestyle=(0, (4, 3)), zorder=4)
     top.annotate(
-        f"kill -9 {killed.worker}, holding {killed.request_id} at {killed.fraction:.0%}",
+        f"kill -9 {killed.worker} with {killed.request_id}, {killed.where}",
         (killed.at_s, 1.0),
         xycoords=("data", "axes fraction"),
         xytext=(5, 4),
@@ -206,6 +208,11 @@ def _legend(figure: Figure, summary: Summary) -> None:
 def _ordered(board: Board) -> list[WorkerRow]:
     """Return workers by stage, in the order in which they were started."""
     return [worker for stage in board.stages for worker in board.workers.values() if worker.stage == stage]
+
+
+def _begin(board: Board) -> float:
+    """Return where the drawing begins: when the first worker was started; before that there is nothing to see."""
+    return min((worker.started_s for worker in board.workers.values()), default=board.started_s) - board.started_s
 
 
 def _end(board: Board) -> float:
