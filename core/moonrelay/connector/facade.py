@@ -250,6 +250,23 @@ class DiffusionConnector:
 
     # -- life -----------------------------------------------------------------------------------------------------
 
+    def start(self) -> None:
+        """Start engine, channel and relay now instead of on first use, so that what is missing is said now. Idempotent.
+
+        Blocks: seconds at most.
+
+        Raises:
+            PluginError: The engine or the relay is unknown, or its native library is missing.
+            ConfigError: The engine or the relay refuses its settings.
+            PeerLost: The relay cannot be reached.
+            ClosedError: The connector is closed.
+        """
+        self._runtime.channel()
+        if self.settings.serves_directly:
+            self._runtime.data()
+        if self.settings.relays:
+            self._runtime.relay()
+
     def close(self) -> None:
         """End the connector. Idempotent. Blocks: up to ``drain_timeout_s`` and a few seconds.
 
