@@ -21,6 +21,10 @@ import xxhash
 
 import moonrelay
 from moonrelay import DiffusionConnector, MoonrelayError, StageHandle, StagePayload
+from moonrelay.connector.runtime import MOVERS, RENEWERS
+
+#: Threads of pools, which grow to a fixed size as they are first needed.
+POOLED = ("moonrelay-mover", "moonrelay-renew")
 
 
 def made(seed: int, shape: list[int], dtype: str) -> torch.Tensor:
@@ -40,8 +44,10 @@ def digest_of(tensor: torch.Tensor) -> str:
 def held() -> dict[str, int]:
     """Return what this process holds of things that must not pile up."""
     gc.collect()
+    pooled = [thread for thread in threading.enumerate() if thread.name.startswith(POOLED)]
+    assert len(pooled) <= MOVERS + RENEWERS, "the connector's own pools grew"
     return {
-        "threads": threading.active_count(),
+        "threads": threading.active_count() - len(pooled),
         "fds": len(os.listdir("/proc/self/fd")),
         "maps": sum("moonrelay" in line for line in Path("/proc/self/maps").read_text().splitlines()),
     }
@@ -146,6 +152,13 @@ class Peer:
 
     def close(self) -> None:
         self.conn.close()
+
+    def reset(self) -> None:
+        """Close the connector and forget everything, so that the process can serve another test."""
+        if self.connector is not None:
+            self.connector.close()
+        self.__init__()  # type: ignore[misc]
+        gc.collect()
 
 
 def decode(handle: str) -> StageHandle:

@@ -22,6 +22,36 @@ class PeerError(Exception):
     """A peer failed in a way that is no typed error."""
 
 
+class PeerPool:
+    """Peers of a test session: a process that nobody killed serves the next test too, since its start costs seconds."""
+
+    def __init__(self) -> None:
+        self._idle: list[PeerProcess] = []
+        self._busy: list[PeerProcess] = []
+
+    def start(self, **settings: Any) -> PeerProcess:
+        """Return a peer with a new connector."""
+        peer = self._idle.pop() if self._idle else PeerProcess()
+        self._busy.append(peer)
+        peer.do("start", **settings)
+        return peer
+
+    def take_back(self) -> None:
+        """End all connectors; keep the processes that are whole."""
+        busy, self._busy = self._busy, []
+        for peer in busy:
+            if peer.resettable:
+                self._idle.append(peer)
+            else:
+                peer.end()
+
+    def close(self) -> None:
+        self.take_back()
+        for peer in self._idle:
+            peer.end()
+        self._idle.clear()
+
+
 class PeerProcess:
     """One `support.peer` process, with a connector."""
 
@@ -36,6 +66,7 @@ class PeerProcess:
             bufsize=1,
         )
         self._stopped = False
+        self._unanswered = 0
         if settings:
             self.do("start", **settings)
 
@@ -48,6 +79,7 @@ class PeerProcess:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
         self._process.stdin.flush()
+        self._unanswered += 1
 
     def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         """Wait for an order's answer; raise the typed error that it is."""
@@ -57,6 +89,7 @@ class PeerProcess:
         if not line:
             message = f"no answer within {timeout_s} s" if not ready else f"the peer ended with {self._process.poll()}"
             raise PeerError(message)
+        self._unanswered -= 1
         answer = json.loads(line)
         if "ok" in answer:
             return answer["ok"]
@@ -69,6 +102,24 @@ class PeerProcess:
         """Give an order and wait for its answer."""
         self.send(what, **arguments)
         return self.answer()
+
+    @property
+    def resettable(self) -> bool:
+        """Reset the peer; return whether that worked."""
+        if self._process.poll() is not None:
+            return False
+        if self._stopped:
+            self.go_on()
+        try:
+            while self._unanswered:
+                try:
+                    self.answer(20)
+                except MoonrelayError:
+                    continue
+            self.do("reset")
+        except (PeerError, OSError):
+            return False
+        return True
 
     def kill(self) -> None:
         """Kill -9, and wait until the process is gone."""

@@ -206,6 +206,7 @@ class PayloadClaim:
         if isinstance(source, DirectSource):
             error = self._diagnose(source, error)
             if isinstance(error, PeerLost):
+                source.forget()
                 relayed = claim_in_relay(self._runtime, self.handle, self._progress, self.reader, deadline, direct=None)
                 if relayed is not None:
                     self._source = relayed

@@ -6,6 +6,7 @@ the pool before it is.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -33,6 +34,9 @@ class Landing:
         self.tensors = list(tensors)
         self._copies_into = copies
         self._stack = ExitStack()
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._closed = False
 
     def extents(self, chunk: int) -> list[Extent]:
         """Return one chunk's bytes in canonical order, as they will lie in this process."""
@@ -52,19 +56,26 @@ class Landing:
 
     def update_digest(self, digest: Digest, address: int, nbytes: int) -> None:
         """Add landed bytes to a digest, where they lie."""
-        if self.tensors[0].device.type == "cpu":
-            digest.update(Extent(address, nbytes))
-            return
         for tensor in self.tensors:
             offset = address - tensor.data_ptr()
-            if 0 <= offset < tensor.numel() * tensor.element_size():
+            if tensor.device.type != "cpu" and 0 <= offset < tensor.numel() * tensor.element_size():
                 digest.update(bytes_of(tensor)[offset : offset + nbytes])
                 return
+        digest.update(Extent(address, nbytes))
 
     def keep_until_quiet(self) -> Callable[[], None]:
-        """Return a callback that keeps this memory referenced until it is called or dropped."""
+        """Return a callback that keeps this memory, and its registration, until it is called."""
         held = [list(self.tensors)]
-        return held.clear
+        with self._lock:
+            self._busy += 1
+
+        def quiet() -> None:
+            held.clear()
+            with self._lock:
+                self._busy -= 1
+            self._settle()
+
+        return quiet
 
     def view(self, chunk: int) -> torch.Tensor:
         """Return the caller's view of one landed chunk, copied on where the caller's memory could not be read into."""
@@ -77,13 +88,24 @@ class Landing:
 
     def close(self) -> None:
         """Undo temporary registrations and let go of the memory; who was handed it keeps it. Idempotent."""
-        self._stack.close()
+        with self._lock:
+            self._closed = True
+        self._settle()
         # Dropped here, not with this object: an exception that somebody keeps would keep it, and the pool's slot.
         self.tensors.clear()
         self._copies_into = None
 
+    def _settle(self) -> None:
+        """Undo the registrations once nobody needs them."""
+        with self._lock:
+            ended = self._closed and self._busy == 0
+        if ended:
+            self._stack.close()
+
     def register(self, data: DataPlane) -> bool:
         """Register the destination for the time of the transfer; return False where the engine refuses it."""
+        if data.engine.lands_in_foreign_memory:
+            return True
         for tensor in self.tensors:
             if tensor.numel() == 0:
                 continue

@@ -68,8 +68,8 @@ class Placement:
 
     @property
     def device(self) -> str:
-        """Type of the device that the served memory is on."""
-        return next((leaf.tensor.device.type for leaf in self.leaves), "cpu")
+        """Type of the device that served memory is on; ``cpu`` only when all of it is."""
+        return next((leaf.tensor.device.type for leaf in self.leaves if leaf.tensor.device.type != "cpu"), "cpu")
 
     @property
     def staged_nbytes(self) -> int:
@@ -103,13 +103,14 @@ class Placement:
 
     def parts(self, chunk: int) -> list[Extent | torch.Tensor]:
         """Return one chunk's bytes as a digest takes them: host ranges, or uint8 views on a device."""
-        if self.device == "cpu":
-            return list(self.extents(chunk))
-        return [
-            bytes_of(leaf.tensor)[strip.offset : strip.offset + strip.nbytes]
-            for leaf in self.leaves
-            for strip in strips(leaf.spec, self.chunks, chunk)
-        ]
+        parts: list[Extent | torch.Tensor] = []
+        for leaf in self.leaves:
+            for strip in strips(leaf.spec, self.chunks, chunk):
+                if leaf.tensor.device.type == "cpu":
+                    parts.append(Extent(leaf.address + strip.offset, strip.nbytes))
+                else:
+                    parts.append(bytes_of(leaf.tensor)[strip.offset : strip.offset + strip.nbytes])
+        return parts
 
     def locations(self) -> tuple[TensorLocation, ...]:
         """Return where a peer finds the leaves. Only when `direct`."""

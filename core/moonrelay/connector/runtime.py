@@ -50,7 +50,7 @@ class DataPlane:
     def __init__(self, engine: TransferEngine, settings: ConnectorSettings, clock: Clock) -> None:
         self.engine = engine
         self.device_type = settings.transfer.device.partition(":")[0]
-        self.arena = Arena(engine, settings.transfer.pool_bytes, clock)
+        self.arena = Arena(engine, settings.transfer.pool_bytes, clock, settings.transfer.device)
         self.registrations = Registrations(engine)
         self.quarantine = Quarantine(clock)
         self.puller = Puller(
@@ -63,11 +63,12 @@ class DataPlane:
 
     def close(self) -> None:
         """Wait for what is not quiet, then end engine and pool. Idempotent."""
-        if not self.quarantine.close(QUIET_TIMEOUT_S):
-            logger.warning("transfers were still not quiet after %s s when the engine was closed", QUIET_TIMEOUT_S)
+        quiet = self.quarantine.close(QUIET_TIMEOUT_S)
         self.registrations.close()
         self.arena.close()
         self.engine.close()
+        if not quiet and self.quarantine.poll():
+            logger.warning("transfers were not quiet %s s before the engine was closed", QUIET_TIMEOUT_S)
 
 
 class Runtime:
@@ -174,7 +175,8 @@ class Runtime:
             self._check_open()
             relay = self._foreign_relays.get(address.url)
             if relay is None:
-                relay = self._start_relay(replace(self.settings.store, url=address.url))
+                # Options are of our own store's kind; another one is reached by its URL alone.
+                relay = self._start_relay(replace(self.settings.store, url=address.url, options={}))
                 self._foreign_relays[address.url] = relay
             return relay
 

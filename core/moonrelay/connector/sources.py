@@ -137,7 +137,7 @@ class DirectSource(Source):
                     cancelled=cancelled,
                     on_quiet=landing.keep_until_quiet(),
                 )
-            except MoonrelayError:
+            except BaseException:
                 self._runtime.watch_quarantine()
                 raise
         if not coverage.complete:
@@ -163,6 +163,11 @@ class DirectSource(Source):
             self._ask(wire.Nack(payload_id=self.handle.id, token=self._granted.token))
         except MoonrelayError as exc:
             logger.debug("nack of %s did not arrive, the claim will lapse: %s", self.handle.id, exc)
+
+    def forget(self) -> None:
+        """Let the engine drop what it keeps for a producer that is gone."""
+        if self._granted.engine is not None:
+            self._runtime.data().engine.forget(self._granted.engine)
 
     def _confirm_claim(self) -> None:
         """Without digests only the claim proves that the memory was not reused while it was read."""
@@ -329,23 +334,33 @@ def claim_in_relay(
         if relayed.get_end(deadline) is None:
             return None
     owner = msgspec.msgpack.encode(runtime.channel().address)
-    suspects: dict[tuple[int, int], int] = {}
+    held = False
     while True:
-        claimed = relayed.claim(reader, owner, deadline)
+        try:
+            claimed = relayed.claim(reader, owner, deadline)
+        except TransferTimeout as exc:
+            if not held:
+                raise
+            raise _still_held(handle, deadline) from exc
         if isinstance(claimed, ClaimToken):
             break
-        taken = _take_over_dead(runtime, handle, relayed, claimed, reader, owner, deadline, suspects)
+        held = True
+        taken = _take_over_dead(runtime, handle, relayed, claimed, reader, owner, deadline)
         if taken is not None:
             claimed = taken
             break
         if deadline.expired:
-            message = f"another reader holds the relayed payload after {deadline.timeout_s} s"
-            raise LeaseHeld(message, request_id=handle.request_id)
+            raise _still_held(handle, deadline)
         runtime.pause(deadline.remaining(HELD_POLL_S))
     if direct is None:
         progress.clear_failure()
         progress.complete()
     return RelaySource(runtime, handle, progress, relayed, claimed, direct)
+
+
+def _still_held(handle: StageHandle, deadline: Deadline) -> LeaseHeld:
+    message = f"another reader holds the relayed payload after {deadline.timeout_s} s"
+    return LeaseHeld(message, request_id=handle.request_id)
 
 
 def relayed_payload(relay: Relay, handle: StageHandle, address: RelayAddress, runtime: Runtime) -> RelayedPayload:
@@ -361,7 +376,6 @@ def _take_over_dead(
     reader: str,
     owner: bytes,
     deadline: Deadline,
-    suspects: dict[tuple[int, int], int],
 ) -> ClaimToken | None:
     """Claim in place of a holder that does not answer, or that answers that it holds nothing."""
     for held in holders:
