@@ -25,8 +25,10 @@ from moonrelay.layout import Extent
 if TYPE_CHECKING:
     import torch
 
+#: The algorithm that checks nothing.
+OFF: Final = "off"
 #: The names that `digester` knows.
-ALGORITHMS: Final = ("xxh3_128", "lanes128", "off")
+ALGORITHMS: Final = ("xxh3_128", "lanes128", OFF)
 
 _MASK: Final = (1 << 64) - 1
 _WORD: Final = 8
