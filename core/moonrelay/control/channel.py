@@ -356,6 +356,7 @@ class PeerChannel:
     def _run(self) -> None:
         assert self._epoll is not None
         try:
+            self._on_router()  # a socket signals only what comes after it was found empty
             while not self._stopping:
                 for fd, _ in self._epoll.poll():
                     on_readable = self._watched.get(fd)

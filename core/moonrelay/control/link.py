@@ -333,7 +333,8 @@ class Link:
         frame = around.seal.unpack(data)
         if isinstance(frame, Refused):
             around.complaints.drop(frame.why, f"from {self.peer.address}")
-            if not self._welcomed:
+            # A peer that does not share our key says so by a rejection; only one of another version cannot be read.
+            if frame.why is Refusal.VERSION and frame.kind == Kind.REJECT and not self._welcomed:
                 self._fail(self._rejected(frame.why, "", frame.version))
             return
         if frame.receiver != around.nonce or (frame.sender != self._peer_nonce and frame.kind is not Kind.REJECT):
@@ -421,20 +422,23 @@ class Link:
     def on_monitor(self) -> None:
         """Take note of what the connection does. Called by the I/O thread."""
         with self._lock:
-            while not self._closed and int(self._monitor.getsockopt(EVENTS)) & POLLIN:
-                parts = self._monitor.recv_multipart(NOBLOCK)
-                event = parse_monitor_message(parts)["event"]
-                if event == _UP:
-                    self._down_since = None
-                elif event & _DOWN and self._down_since is None:
-                    self._down_since = self._around.clock.monotonic()
-                    for waiter in self._waiters.values():
-                        self._notify(waiter)
+            self._read_monitor()
             if self._closed or self._waiters or self._down_since is None:
                 return
             if self._around.clock.monotonic() - self._down_since >= REFUSAL_GRACE_S:
                 logger.debug("the connection to %s is down and unused; forgotten", self.peer.address)
                 self._close()
+
+    def _read_monitor(self) -> None:
+        while not self._closed and int(self._monitor.getsockopt(EVENTS)) & POLLIN:
+            parts = self._monitor.recv_multipart(NOBLOCK)
+            event = parse_monitor_message(parts)["event"]
+            if event == _UP:
+                self._down_since = None
+            elif event & _DOWN and self._down_since is None:
+                self._down_since = self._around.clock.monotonic()
+                for waiter in self._waiters.values():
+                    self._notify(waiter)
 
     def close(self, error: MoonrelayError) -> None:
         """Fail what waits and close the connection. Idempotent. Blocks: until its leader, woken at once, let go."""
@@ -502,3 +506,6 @@ class Link:
         self._poll.register(self._wake, select.POLLIN)
         self._around.loop.watch(self._fd, self.on_socket)
         self._around.loop.watch(self._monitor_fd, self.on_monitor)
+        with self._lock:  # a socket signals only what comes after it was found empty
+            self._drain()
+            self._read_monitor()
