@@ -63,6 +63,7 @@ class PayloadClaim:
         self._progress = ProgressView(handle)
         self._ended = threading.Event()
         self._acked = False
+        self._failure: MoonrelayError | None = None
         self._fetcher: threading.Thread | None = None
         self._started_at = runtime.clock.monotonic()
         # Known before the claim is asked for: a push, or another reader's question, may be faster than the grant.
@@ -87,6 +88,11 @@ class PayloadClaim:
     def progress(self) -> ProgressView:
         """What is known of the payload's readiness (fed by the connector)."""
         return self._progress
+
+    @property
+    def failure(self) -> MoonrelayError | None:
+        """The very error by which reading ended, so that a caller can tell it from errors of its own work."""
+        return self._failure
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -182,7 +188,15 @@ class PayloadClaim:
             fetched.fail(MoonrelayError(f"reading ahead failed: {type(exc).__name__}: {exc}"))
 
     def _fetch_next(self, landing: Landing, done: set[int], deadline: Deadline, stopped: Callable[[], bool]) -> int:
-        """Wait for the next readable chunk and read it, from another source where the first one fails."""
+        """Wait for the next readable chunk and read it; note why that failed."""
+        try:
+            return self._fetch(landing, done, deadline, stopped)
+        except MoonrelayError as exc:
+            self._failure = exc
+            raise
+
+    def _fetch(self, landing: Landing, done: set[int], deadline: Deadline, stopped: Callable[[], bool]) -> int:
+        """Read the next readable chunk, again or from another source where that fails."""
         retried = False
         while True:
             self._check_held()

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from moonrelay.connector import DiffusionConnector, PayloadClaim
 from moonrelay.errors import (
     Aborted,
-    Cancelled,
     ClosedError,
-    DeadlineExceeded,
     IntegrityError,
     LeaseExpired,
     LeaseLost,
@@ -35,11 +33,11 @@ logger = logging.getLogger(__name__)
 IDLE_S = 0.5
 #: How long a job's input may take to be claimed, in seconds: longer than a dead reader's claim lives.
 CLAIM_TIMEOUT_S = 30.0
+#: How long telling a producer that its payload is needed no more may take, in seconds; its lease ends by itself too.
+RELEASE_TIMEOUT_S = 5.0
 
 #: The input is gone for good: the stage that made it has to make it again.
 _INPUT_GONE = (PeerLost, LeaseLost, LeaseExpired, Aborted, IntegrityError)
-#: The job is no longer ours.
-_JOB_LOST = (LeaseLost, Cancelled, DeadlineExceeded)
 
 
 @dataclass(slots=True)
@@ -96,7 +94,7 @@ class StageLoop:
         """Work until stopped. Blocks: until then.
 
         Raises:
-            ClosedError: The queue was closed under the loop.
+            ClosedError: The queue or the connector was closed under the loop.
         """
         worker = self._queue.register_worker(
             self._program.stage,
@@ -109,24 +107,46 @@ class StageLoop:
             if self._on_registered is not None:
                 self._on_registered(worker)
             while not self._stop.is_set():
-                job = worker.take(timeout_s=IDLE_S)
+                job = self._take(worker)
                 if job is not None:
                     self.do(job)
         return self.counts
 
+    def _take(self, worker: Worker) -> Job | None:
+        try:
+            return worker.take(timeout_s=IDLE_S)
+        except MoonrelayError as exc:
+            if not exc.retryable:
+                raise
+            logger.warning("the queue gave no answer, it is asked again in %s s: %s", IDLE_S, exc)
+            self._stop.wait(IDLE_S)
+            return None
+
     def do(self, job: Job) -> None:
-        """Do one claimed job; whatever happens, it is settled, or left to the queue because it is lost."""
+        """Do one claimed job; whatever happens, it is settled, or left to the queue because it is lost.
+
+        Its input is acknowledged when it completed, and given back, or dropped where it is of no use, when it did not.
+
+        Raises:
+            ClosedError: Queue or connector were closed under it; the job was given back.
+        """
         try:
             with job:
-                self._do(job)
-        except _JOB_LOST as exc:
-            self.counts.lost += 1
-            logger.warning("job %s of %s is no longer ours: %s", job.stage, job.request_id, exc)
+                try:
+                    self._do(job)
+                except ClosedError as exc:
+                    # It is this worker that ends, not the job that is wrong: another one can do it.
+                    self._give_back(job, exc)
+                    raise
         except ClosedError:
             raise
         except MoonrelayError as exc:
-            self.counts.failed += 1
-            logger.warning("job %s of %s failed: %s", job.stage, job.request_id, exc)
+            if job.lost is not None:
+                self.counts.lost += 1
+                logger.warning("job %s of %s is no longer ours: %s", job.stage, job.request_id, exc)
+            else:
+                self.counts.failed += 1
+                logger.warning("job %s of %s failed: %s", job.stage, job.request_id, exc)
         except Exception:  # the job's outermost frame: `with job` has told the queue, the worker goes on
             self.counts.failed += 1
             logger.exception("job %s of %s failed", job.stage, job.request_id)
@@ -137,21 +157,21 @@ class StageLoop:
             return
         outcome: Outcome | None = None
         try:
-            try:
-                outcome = self._program.process(Work(job, self._connector, claim))
-            except _INPUT_GONE as exc:
-                if claim is None or job.lost is not None:
-                    raise
-                # Reading failed for good, or the claim lapsed; the job itself is still ours.
-                self._rewind(job, exc)
-                return
+            outcome = self._program.process(Work(job, self._connector, claim))
             job.complete(next_task=outcome.next_task, result=outcome.result)
-        except BaseException:
+        except BaseException as exc:
             self._drop(outcome)
-            raise
-        finally:
-            if claim is not None and not job.settled:
-                claim.nack()
+            if claim is None:
+                raise
+            claim.nack()
+            if exc is not claim.failure or not isinstance(exc, _INPUT_GONE) or job.lost is not None:
+                raise
+            # Reading failed for good, or the claim lapsed; the job itself is still ours.
+            self._rewind(job, exc)
+            if isinstance(exc, IntegrityError):
+                # Its producer still keeps it, and the request has a new one made.
+                self._release(claim.handle)
+            return
         self.counts.completed += 1
         if claim is not None:
             self._acknowledge(claim, job)
@@ -167,25 +187,36 @@ class StageLoop:
             return None
 
     def _rewind(self, job: Job, error: MoonrelayError) -> None:
-        logger.warning("input of %s %s is gone, it is made again: %s", job.stage, job.request_id, error)
-        self.counts.rewound += 1
         job.lost_input(error)
+        self.counts.rewound += 1
+        logger.warning("input of %s %s is gone, it is made again: %s", job.stage, job.request_id, error)
 
-    @staticmethod
-    def _acknowledge(claim: PayloadClaim, job: Job) -> None:
+    def _acknowledge(self, claim: PayloadClaim, job: Job) -> None:
         """Consume the input; after this the request no longer needs it, so a failure here is not the job's."""
         try:
             claim.ack()
         except MoonrelayError as exc:
             logger.warning("input of %s %s could not be acknowledged: %s", job.stage, job.request_id, exc)
             claim.nack()
+            if claim.handle.lease.readers == 1:
+                # The job is done, by us and nobody else: its input, made for it alone, is needed no more.
+                self._release(claim.handle)
 
     def _drop(self, outcome: Outcome | None) -> None:
         """Take back what was published for a job that somebody else does now."""
         published: StageHandle | None = outcome.published if outcome is not None else None
-        if published is None:
-            return
+        if published is not None:
+            self._release(published)
+
+    def _release(self, handle: StageHandle) -> None:
         try:
-            self._connector.release(published)
+            self._connector.release(handle, timeout_s=RELEASE_TIMEOUT_S)
         except MoonrelayError as exc:
-            logger.warning("result of %s stays until its lease ends: %s", published.request_id, exc)
+            logger.warning("%s of %s stays until its lease ends: %s", handle.kind, handle.request_id, exc)
+
+    @staticmethod
+    def _give_back(job: Job, error: ClosedError) -> None:
+        try:
+            job.give_back(f"the worker stops: {error}")
+        except MoonrelayError as exc:
+            logger.warning("job %s of %s goes back when its lease ends: %s", job.stage, job.request_id, exc)
