@@ -30,17 +30,17 @@ class HoldingProgram:
 
     Args:
         program: What the stage computes.
-        at: Fraction of the job at which it is held, above 0 to 1.
+        hold_at: Fraction of the job at which it is held, above 0 to 1.
         go_on: Says whether a held job shall go on.
         clock: Time.
 
     Raises:
-        ConfigError: ``at`` is out of range.
+        ConfigError: ``hold_at`` is out of range.
     """
 
-    def __init__(self, program: StageProgram, at: float, go_on: Callable[[], bool], clock: Clock | None = None) -> None:
-        self.at = at
-        require_positive(self, "at")
+    def __init__(self, program: StageProgram, hold_at: float, go_on: Callable[[], bool], clock: Clock | None = None) -> None:
+        self.hold_at = hold_at
+        require_positive(self, "hold_at")
         self.stage = program.stage
         self._program = program
         self._go_on = go_on
@@ -56,7 +56,7 @@ class HoldingProgram:
         return outcome
 
     def _reached(self, work: Work, fraction: float) -> None:
-        if self._held or fraction < self.at:
+        if self._held or fraction < self.hold_at:
             return
         self._held = True
         work.job.progress(min(1.0, fraction), HELD)
