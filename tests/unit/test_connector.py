@@ -44,6 +44,7 @@ def make() -> Iterator[MakeConnector]:
     def build(role: str = "denoise", mode: str = "p2p", **settings: Any) -> DiffusionConnector:
         engine = {"engine": "memory", "pool_bytes": settings.pop("pool_bytes", POOL_BYTES)}
         control = {"claim_ttl_s": 1.0, "renew_s": 0.2, "peer_timeout_s": 1.0, "retry_s": 0.2}
+        control |= settings.pop("control_config", {})
         made.append(DiffusionConnector(role, mode, engine, control_config=control, **settings))
         return made[-1]
 
@@ -554,3 +555,14 @@ def test_every_wait_has_a_deadline(pair: tuple[DiffusionConnector, DiffusionConn
     handle = pair[0].publish(payload(latents()))
     with pytest.raises(ConfigError, match="timeout_s"):
         pair[1].claim(handle, timeout_s=timeout_s)
+
+
+def test_handles_of_a_dead_producer_do_not_each_wait(make: MakeConnector, tmp_path: Any) -> None:
+    settings = {"store_config": f"local://{tmp_path}", "control_config": {"peer_timeout_s": 10.0}}
+    producer, consumer = make("denoise", "auto", **settings), make("decode", "auto", **settings)
+    handles = [producer.publish(payload(latents(seed=seed))) for seed in range(4)]
+    producer.close()
+    consumer.receive(handles[0])
+    # Whoever was found gone is not asked again: a deadline far below the second that finding out takes is enough.
+    for handle in handles[1:]:
+        assert isinstance(consumer.receive(handle, timeout_s=0.5), torch.Tensor)

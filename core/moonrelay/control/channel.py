@@ -16,7 +16,7 @@ import re
 import secrets
 import select
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from types import TracebackType
 
@@ -28,7 +28,7 @@ from moonrelay.control.link import Link, Surroundings
 from moonrelay.control.messages import Push, Reply, Request
 from moonrelay.control.server import Drop, Handler, PeerInfo, Responder, Server
 from moonrelay.control.wire import EVENTS, MAX_FRAME_BYTES, NOBLOCK, NONCE_BYTES, POLLIN, Complaints, Dialect, Seal
-from moonrelay.errors import ClosedError, ConfigError, MoonrelayError, WireError
+from moonrelay.errors import ClosedError, ConfigError, MoonrelayError, PeerLost, WireError
 from moonrelay.handle import ControlAddress
 
 __all__ = ["Drop", "Handler", "PeerChannel", "PeerInfo", "Responder"]
@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 _ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%a-z]+\]|[0-9.]+):([0-9]{1,5})")
 _NONCE = re.compile(rf"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 _QUEUE_LENGTH = 1000
+#: An instance found gone is not asked again for this long, in seconds; a queue full of its handles would wait for each.
+GONE_REMEMBERED_S = 2.0
+GONE_KEPT = 1024
 
 
 class PeerChannel:
@@ -98,6 +101,7 @@ class PeerChannel:
         self._lock = threading.Lock()  # life and links
         self._router_lock = threading.Lock()
         self._links: dict[tuple[str, str], Link] = {}
+        self._gone: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._retiring: set[Link] = set()
         self._watched: dict[int, Callable[[], None]] = {}
         self._pushed: deque[tuple[ControlAddress, Push]] = deque()
@@ -254,10 +258,37 @@ class PeerChannel:
         if threading.current_thread() is self._thread:
             text = "a request from the I/O thread would wait for itself; ask from another thread"
             raise MoonrelayError(text, request=type(message).__name__)
+        self._check_not_gone(peer, message)
         while True:
-            reply = self._link(peer).request(message, deadline, keep_waiting)
+            try:
+                reply = self._link(peer).request(message, deadline, keep_waiting)
+            except PeerLost as exc:
+                self._remember_gone(peer, exc)
+                raise
             if reply is not None:
                 return reply
+
+    def _check_not_gone(self, peer: ControlAddress, message: Request) -> None:
+        """Raise at once for an instance that was found gone a moment ago: its port has refused us."""
+        key = (peer.address, peer.nonce)
+        with self._lock:
+            until = self._gone.get(key)
+            if until is None:
+                return
+            if self._clock.monotonic() >= until:
+                del self._gone[key]
+                return
+        text = "the peer's process was found gone a moment ago"
+        raise PeerLost(text, peer=peer.address, request=type(message).__name__, gone=True)
+
+    def _remember_gone(self, peer: ControlAddress, error: PeerLost) -> None:
+        """Spare the next requests the second it takes to find out. Silence is not remembered: it may end."""
+        if not error.context.get("gone"):
+            return
+        with self._lock:
+            self._gone[peer.address, peer.nonce] = self._clock.monotonic() + GONE_REMEMBERED_S
+            while len(self._gone) > GONE_KEPT:
+                self._gone.popitem(last=False)
 
     def push(self, route: bytes, message: Push) -> bool:
         """Tell a peer something, best effort.

@@ -231,7 +231,7 @@ class Link:
                 message = (
                     f"the peer closed its connection or refuses one for {REFUSAL_GRACE_S:g} s; its process is gone"
                 )
-                raise PeerLost(message, peer=self.peer.address, request=type(waiter.message).__name__)
+                raise PeerLost(message, peer=self.peer.address, request=type(waiter.message).__name__, gone=True)
             lost_at = min(lost_at, gone_at)
         return lost_at
 

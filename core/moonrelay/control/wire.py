@@ -278,7 +278,7 @@ def rejection(code: str, message: str, *, peer: str, ours: int, theirs: int) -> 
         text = f"the peer (protocol {theirs}) refused this side's hello (protocol {ours}): {message}"
         return VersionError(text, peer=peer)
     if code == Refusal.NONCE:
-        return PeerLost("another process answers at the peer's address; the peer is gone", peer=peer)
+        return PeerLost("another process answers at the peer's address; the peer is gone", peer=peer, gone=True)
     auth = {
         Refusal.AUTH_WRONG: "wrong auth_key: the peer uses another one; set the same auth_key on both sides",
         Refusal.AUTH_MISSING: "wrong auth_key: the peer requires one and this side has none; set auth_key on this side",
