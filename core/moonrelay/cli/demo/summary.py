@@ -135,7 +135,7 @@ class Kill:
     @property
     def where(self) -> str:
         """How far the job had come, in words; a stage that reports no progress is caught at its end."""
-        return f"at {self.fraction:.0%}" if self.fraction < 1 else "its result published and the job not settled"
+        return f"at {self.fraction:.0%}" if self.fraction < 1 else "at its end, the job not settled yet"
 
     @property
     def survived(self) -> bool:

@@ -1,0 +1,180 @@
+"""The demo's settings, prompts, summary and verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moonrelay.cli.demo.prompts import demo_prompts
+from moonrelay.cli.demo.settings import DemoSettings
+from moonrelay.cli.demo.summary import Kill, RequestReport, Summary, read_result
+from moonrelay.errors import ConfigError
+
+
+def trace(stage: str, worker: str, started_s: float, **more: object) -> dict[str, object]:
+    return {"stage": stage, "worker": worker, "attempt": 1, "started_s": started_s, "ended_s": started_s + 2, **more}
+
+
+def result(**more: object) -> dict[str, object]:
+    return {
+        "file": "/tmp/r01-9.mp4",
+        "digest": "ab" * 16,
+        "frames": [9, 32, 32, 3],
+        "trace": [
+            trace("encode", "encode-1-1", 11.0, output_bytes=100),
+            trace("denoise", "denoise-2-3", 14.0, input_bytes=100, path="p2p", transfer_s=0.25, output_bytes=50),
+            trace("decode", "decode-1-4", 17.0, input_bytes=50, path="store", transfer_s=0.5, attempt=2),
+        ],
+        **more,
+    }
+
+
+def report(number: int = 1, undivided: str | None = "ab" * 16) -> RequestReport:
+    made = RequestReport(prompt=demo_prompts(number, 0)[-1], undivided_digest=undivided, undivided_s=1.23456)
+    names = {"encode-1-1": "encode-1", "denoise-2-3": "denoise-2", "decode-1-4": "decode-1"}
+    assert read_result(made, result(), began_s=10.0, names=names) == Path("/tmp/r01-9.mp4")  # type: ignore[arg-type]
+    return made
+
+
+def test_a_result_becomes_a_report() -> None:
+    made = report()
+    assert made.identical
+    entry = made.as_dict()
+    assert entry["path"] == {"encode-denoise": "p2p", "denoise-decode": "store"}
+    assert entry["stages"] == {
+        "encode": {
+            "worker": "encode-1",
+            "attempt": 1,
+            "started_s": 1.0,
+            "seconds": 2.0,
+            "input_bytes": 0,
+            "output_bytes": 100,
+            "path": None,
+            "transfer_s": 0.0,
+        },
+        "denoise": {
+            "worker": "denoise-2",
+            "attempt": 1,
+            "started_s": 4.0,
+            "seconds": 2.0,
+            "input_bytes": 100,
+            "output_bytes": 50,
+            "path": "p2p",
+            "transfer_s": 0.25,
+        },
+        "decode": {
+            "worker": "decode-1",
+            "attempt": 2,
+            "started_s": 7.0,
+            "seconds": 2.0,
+            "input_bytes": 50,
+            "output_bytes": 0,
+            "path": "store",
+            "transfer_s": 0.5,
+        },
+    }
+
+
+@pytest.mark.parametrize("undivided", [None, "cd" * 16])
+def test_identical_needs_two_equal_digests(undivided: str | None) -> None:
+    assert not report(undivided=undivided).identical
+    assert not RequestReport(prompt=demo_prompts(1, 0)[0]).identical  # two absent digests are not equal
+
+
+def test_a_result_of_another_form_is_a_problem_and_no_crash() -> None:
+    made = RequestReport(prompt=demo_prompts(1, 0)[0])
+    assert read_result(made, "surprise", began_s=0.0, names={}) is None
+    assert made.problem is not None
+    assert read_result(made, {"digest": 5, "trace": [None, {}], "frames": None}, began_s=0.0, names={}) is None
+    assert made.digest is None
+
+
+def summary(*reports: RequestReport, **more: object) -> Summary:
+    return Summary(requests=list(reports), settings={}, **more)  # type: ignore[arg-type]
+
+
+def kill(attempt_after: int | None) -> Kill:
+    return Kill(
+        stage="denoise",
+        worker="denoise-2",
+        pid=4711,
+        request_id="r01",
+        attempt=1,
+        fraction=0.5,
+        at_s=1.23456,
+        attempt_after=attempt_after,
+    )
+
+
+def test_the_summary_holds_what_a_program_reads() -> None:
+    made = json.loads(json.dumps(summary(report(), killed=kill(2)).as_dict()))
+    assert made["identical"] is True
+    assert made["paths"] == {"p2p": 1, "store": 1}
+    assert made["killed"]["survived"] is True
+    assert made["killed"]["at_s"] == 1.235
+    assert made["versions"]["python"]
+
+
+def test_an_empty_run_is_not_identical() -> None:
+    assert not summary().identical
+
+
+@pytest.mark.parametrize(("after", "survived"), [(None, False), (1, False), (2, True)])
+def test_a_kill_counts_when_the_attempt_went_up(after: int | None, survived: bool) -> None:
+    assert kill(after).survived is survived
+
+
+def test_the_verdict_names_paths_and_the_kill() -> None:
+    assert summary(report(), killed=kill(2)).verdict() == (
+        "1 of 1 identical to the undivided pipeline, bit for bit; hand-overs: 1 by p2p, 1 by store; "
+        "denoise-2 was killed in the middle of r01, done again as attempt 2"
+    )
+
+
+def test_the_verdict_names_what_differs() -> None:
+    wrong = report(2, undivided="cd" * 16)
+    assert summary(report(), wrong).verdict() == (
+        f"only 1 of 2 are identical to the undivided pipeline; not r02 (digest {'ab' * 16}, undivided {'cd' * 16})"
+    )
+
+
+def test_prompts_are_sentences_with_ids_and_seeds_of_their_own() -> None:
+    prompts = demo_prompts(25, 7)
+    assert [prompt.seed for prompt in prompts] == list(range(7, 32))
+    assert len({prompt.request_id for prompt in prompts}) == 25
+    assert prompts[:8] == demo_prompts(8, 7)
+    first = demo_prompts(8, 0)
+    assert len({prompt.prompt for prompt in first}) == 8
+    negatives = [prompt.negative_prompt for prompt in first if prompt.negative_prompt]
+    assert len(negatives) > len(set(negatives)) > 1  # some share one
+    assert None in {prompt.negative_prompt for prompt in first}
+    assert demo_prompts(100, 0)[0].request_id == "r001"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("requests", 0),
+        ("denoise_workers", 0),
+        ("transfer_mode", "teleport"),
+        ("kill", "everything"),
+        ("size", 0),
+        ("frames", -1),
+        ("seed", -1),
+        ("timeout_s", 0.0),
+        ("engine", "memory"),
+        ("store", "memory://here"),
+    ],
+)
+def test_a_wrong_setting_is_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field) as caught:
+        DemoSettings(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.context["field"] == field
+
+
+def test_a_store_is_started_only_where_one_is_used() -> None:
+    assert DemoSettings().starts_store
+    assert not DemoSettings(transfer_mode="p2p").starts_store
+    assert not DemoSettings(store="local").starts_store
