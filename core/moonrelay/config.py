@@ -36,7 +36,8 @@ class TransferConfig:
         pool_bytes: Size of the registered pool, in bytes; mapped lazily on the host.
         window: Reads in flight per payload. Mooncake carries four at a time per peer; more only lengthen the time until
             a stalled peer's reads are quiet (about ``progress_timeout_s`` for each four).
-        piece_bytes: Largest single read, in bytes.
+        piece_bytes: Largest single read of a payload that is digested as it lands, in bytes; without digests each
+            tensor is one read.
         progress_timeout_s: After this long without progress the engine gives a read up (and is quiet afterwards).
     """
 
@@ -47,7 +48,7 @@ class TransferConfig:
     device: str = "cpu"
     pool_bytes: int = 256 << 20
     window: int = 4
-    piece_bytes: int = 16 << 20
+    piece_bytes: int = 4 << 20
     progress_timeout_s: float = 10.0
     options: Options = field(default_factory=dict)
 

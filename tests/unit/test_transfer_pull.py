@@ -194,6 +194,13 @@ def test_an_engine_may_fix_the_piece_size():
     assert [one.nbytes for one in engine.operations] == [100, 100, 50]
 
 
+def test_without_work_on_the_pieces_a_move_is_one_read(rig):
+    rig.clock.meanwhile = lambda: finish(*rig.engine.running)
+    rig.pull(50, 35, piecewise=False)
+    assert [one.nbytes for one in rig.engine.operations] == [50, 35]
+    assert rig.landed == [(0, 0, 50), (1, 0, 35)]
+
+
 @pytest.mark.parametrize("sizes", [(), (0,), (0, 0)])
 def test_nothing_to_read_is_done_at_once(rig, sizes):
     rig.pull(*sizes)
@@ -204,14 +211,17 @@ def test_nothing_to_read_is_done_at_once(rig, sizes):
 
 def test_it_sleeps_longer_and_longer_and_wakes_for_progress(rig):
     def meanwhile() -> None:
-        if len(rig.clock.waits) in (12, 20):
+        if len(rig.clock.waits) in (150, 160):
             finish(*rig.engine.running)
 
     rig.clock.meanwhile = meanwhile
     rig.pull(60)
-    assert rig.clock.waits[:6] == [50e-6, 1e-4, 2e-4, 4e-4, 8e-4, 1e-3]
-    assert max(rig.clock.waits) == 1e-3
-    assert rig.clock.waits[12] == 50e-6  # after progress
+    waits, waited = rig.clock.waits, 0.0
+    for pause in waits[:150]:
+        assert pause == pytest.approx(min(max(50e-6, waited / 16), 1e-3), rel=1e-6)
+        waited += pause
+    assert max(waits) == 1e-3
+    assert waits[150] == 50e-6  # after progress
 
 
 def test_one_failure_is_retried_without_a_word(rig):

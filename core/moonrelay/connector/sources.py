@@ -136,6 +136,7 @@ class DirectSource(Source):
                     on_landed=landed,
                     cancelled=cancelled,
                     on_quiet=landing.keep_until_quiet(),
+                    piecewise=self.handle.digest != integrity.OFF,
                 )
             except BaseException:
                 self._runtime.watch_quarantine()

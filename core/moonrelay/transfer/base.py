@@ -55,7 +55,7 @@ class TransferEngine(ABC):
     registers_foreign_memory: bool = True
     #: Whether a read may land in memory that is neither allocated by this engine nor registered with it.
     lands_in_foreign_memory: bool = False
-    #: The piece size for this engine whatever ``config.piece_bytes`` says; ``None``: that setting counts.
+    #: The size of pieces that are worked on as they land, whatever ``config.piece_bytes`` says; ``None``: that counts.
     fixed_piece_bytes: int | None = None
 
     @abstractmethod

@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 _POLL_MIN_S = 50e-6
 _POLL_MAX_S = 1e-3
+#: A pause is this part of the time since the last read ended: what ended is noticed a few percent late, at any size.
+_POLL_PART = 1 / 16
+#: Largest read where nobody works on pieces as they land: it bounds for how long a call that ended early is not quiet.
+_LARGEST_READ = 256 << 20
 #: Reads of one piece: the first, and one more, since engines fail now and then on a healthy peer.
 _ATTEMPTS = 2
 
@@ -71,7 +75,8 @@ class Puller:
     Args:
         engine: A started engine.
         window: Reads in flight per call.
-        piece_bytes: Largest single read; an engine may have a size of its own.
+        piece_bytes: Largest single read of a call that works on pieces as they land; an engine may have a size of its
+            own. Other calls read each move at once, since an engine moves one large range faster than its pieces.
         clock: The clock on which it waits.
         quarantine: Takes what is in flight when a call ends early.
 
@@ -84,6 +89,7 @@ class Puller:
         self._engine = engine
         self._window = window
         self._piece_bytes = engine.fixed_piece_bytes or piece_bytes
+        self._read_bytes = max(_LARGEST_READ, self._piece_bytes)
         self._clock = clock
         self._quarantine = quarantine
 
@@ -96,6 +102,7 @@ class Puller:
         on_landed: Callable[[int, int, int], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
         on_quiet: Callable[[], None] | None = None,
+        piecewise: bool = True,
     ) -> None:
         """Read all moves; return when every byte has landed.
 
@@ -110,6 +117,8 @@ class Puller:
             on_quiet: Called exactly once, whichever way the call ends, as soon as no read of it can write any more:
                 before ``pull`` returns, or later by the quarantine (then ``context['pending']`` of the error says how
                 many reads are in flight). Must not raise.
+            piecewise: Whether ``on_landed`` works on the bytes: then they come in pieces that are in the caches when
+                they are reported, while the next ones are on their way.
 
         Raises:
             TransferFailed: A piece failed twice; ``__cause__`` is the engine's reason.
@@ -119,7 +128,8 @@ class Puller:
 
         Blocks: until done, or the deadline.
         """
-        run = _Run(self._engine, peer, self._window, _pieces(moves, self._piece_bytes))
+        size = self._piece_bytes if piecewise else self._read_bytes
+        run = _Run(self._engine, peer, self._window, _pieces(moves, size))
         try:
             self._drive(run, deadline, on_landed, cancelled)
         except BaseException as exc:
@@ -139,7 +149,7 @@ class Puller:
         cancelled: Callable[[], bool] | None,
     ) -> None:
         idle = threading.Condition()
-        pause: float | None = None
+        quiet_since: float | None = None
         while True:
             if cancelled is not None and cancelled():
                 message = "the pull was cancelled"
@@ -147,7 +157,7 @@ class Puller:
             progress = run.collect()
             progress |= run.fill()
             if progress:
-                pause = None
+                quiet_since = None
             landed = run.next_landed()
             if landed is not None:
                 if on_landed is not None:
@@ -158,7 +168,9 @@ class Puller:
             if deadline.expired:
                 message = f"{run.landed_bytes} bytes arrived within {deadline.timeout_s} s, not all"
                 raise TransferTimeout(message, peer=run.peer.address)
-            pause = _POLL_MIN_S if pause is None else min(2 * pause, _POLL_MAX_S)
+            now = self._clock.monotonic()
+            quiet_since = now if quiet_since is None else quiet_since
+            pause = min(max(_POLL_MIN_S, (now - quiet_since) * _POLL_PART), _POLL_MAX_S)
             with idle:
                 self._clock.wait(idle, deadline.remaining(pause))
 

@@ -76,8 +76,9 @@ class ShmEngine(TransferEngine):
     name: ClassVar[str] = "shm"
     registers_foreign_memory: bool = False
     lands_in_foreign_memory: bool = True
-    # A read is over when it returns, so pieces give no overlap, and one long copy is up to 1.7 times faster.
-    fixed_piece_bytes: int | None = 128 << 20
+    # A read is over when it returns, so pieces give no overlap; but a digest of what is still in the core's own cache
+    # takes a third of the time.
+    fixed_piece_bytes: int | None = 1 << 20
 
     def __init__(self, config: TransferConfig) -> None:
         self._config = config
