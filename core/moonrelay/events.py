@@ -233,6 +233,10 @@ class EventBus:
 
         return unsubscribe
 
+    def heeds(self, name: EventName) -> bool:
+        """Return whether anybody would hear an event of that name; whoever emits many asks before making one."""
+        return bool(self._subscribers) or logger.isEnabledFor(_LEVELS[name])
+
     def emit(self, event: Event) -> None:
         """Log the event and tell it to every observer; never raises because of one.
 
