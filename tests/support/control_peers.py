@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 
 import zmq
@@ -167,6 +170,12 @@ class Process:
     def signal(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+        if number is signal.SIGSTOP:
+            # The signal is sent, not yet obeyed: a running thread may answer once more.
+            state = Path(f"/proc/{self.process.pid}/stat")
+            until = time.monotonic() + 5.0
+            while state.read_text().rpartition(")")[2].split()[0] not in "Tt" and time.monotonic() < until:
+                select.select([], [], [], 0.005)
 
     def end(self) -> None:
         if self.process.is_alive():

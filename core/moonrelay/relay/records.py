@@ -261,7 +261,9 @@ class RelayedPayload:
         standing = self._create(f"claim/{held.slot}/{epoch}", mine, deadline)
         if not isinstance(standing, Holder) or standing.reader_id != reader_id:
             return None
-        return self._won(held.slot, epoch, standing, deadline)
+        token = self._won(held.slot, epoch, standing, deadline)
+        # A repeated call may find its own record of an earlier claim, which was given back or taken over since.
+        return token if self.is_mine(token, deadline) else None
 
     def is_mine(self, token: ClaimToken, deadline: Deadline) -> bool:
         """Return whether the claim still stands: not taken over, given back, acknowledged or buried."""
@@ -293,7 +295,23 @@ class RelayedPayload:
             raise LeaseLost(message, prefix=self._prefix, epoch=token.epoch)
         return all(slot == token.slot or self._is_done(slot, deadline) for slot in range(self._slots))
 
+    def mark_consumed(self, slots: int, deadline: Deadline) -> None:
+        """Enter that so many readers consumed the payload before it was complete in the store. Repeating it is safe.
+
+        Call before any reader can claim here: a slot that somebody holds already is left alone.
+        """
+        for slot in range(min(slots, self._slots)):
+            self._create(f"claim/{slot}/0", Done(nonce=secrets.token_bytes(16)), deadline)
+
     # The end of it.
+
+    def check_buried(self, deadline: Deadline) -> None:
+        """Raise what became of the payload, when it was buried.
+
+        Raises:
+            LeaseLost, LeaseExpired, Aborted: By the kind of its tombstone.
+        """
+        self._check_tomb(deadline)
 
     def tombstone(self, reason: str, deadline: Deadline, *, kind: str = "consumed") -> None:
         """Leave a record that the payload is no more, so that a late reader is told; the first one stands.
