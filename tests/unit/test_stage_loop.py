@@ -161,7 +161,7 @@ def test_an_input_that_cannot_be_read_is_dropped_and_made_again(house: House) ->
         def lie(*_: object) -> None:
             raise IntegrityError("bytes are wrong")
 
-        work.input._source.fetch = lie  # type: ignore[method-assign]
+        work.input._source.fetch = lie  # type: ignore[method-assign, assignment]
         work.input.read()
         raise AssertionError
 

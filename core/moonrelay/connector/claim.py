@@ -17,9 +17,11 @@ from moonrelay.connector.progress import ProgressView
 from moonrelay.connector.runtime import Runtime
 from moonrelay.connector.sources import DirectSource, RelaySource, Source, claim_directly, claim_in_relay
 from moonrelay.errors import (
+    Aborted,
     ClosedError,
     ConfigError,
     IntegrityError,
+    LeaseExpired,
     LeaseLost,
     MoonrelayError,
     PeerLost,
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
 
     import torch
 
-PROBE_TIMEOUT_S = 2.0
+#: An acknowledgement has at least this long, in seconds: one that was sent and not waited for would lose the payload.
+ACK_TIMEOUT_S = 2.0
+RENEWALS_PER_TTL = 3
 
 
 class PayloadClaim:
@@ -62,6 +66,7 @@ class PayloadClaim:
         self._on_end = on_end
         self._progress = ProgressView(handle)
         self._ended = threading.Event()
+        self._switching = threading.Lock()
         self._acked = False
         self._failure: MoonrelayError | None = None
         self._fetcher: threading.Thread | None = None
@@ -73,6 +78,10 @@ class PayloadClaim:
         except BaseException:
             self._end()
             raise
+        if self._ended.is_set():
+            self._source.nack()
+            message = "the connector was closed while the claim was asked for"
+            raise ClosedError(message, request_id=handle.request_id)
         self._emit("claimed", path=self._source.path)
 
     def __repr__(self) -> str:
@@ -143,12 +152,13 @@ class PayloadClaim:
         if not is_tensor(self.handle):
             message = "chunks() is only for a payload that is one tensor; use read()"
             raise ConfigError(message, field="handle", request_id=self.handle.request_id)
-        landing = self._land(dst, self._deadline(timeout_s))
+        self._check_held()
         if self.handle.num_chunks == 1:
-            return self._single(landing, timeout_s)
-        return self._streamed(landing, timeout_s)
+            return self._single(dst, timeout_s)
+        return self._streamed(dst, timeout_s)
 
-    def _single(self, landing: Landing, timeout_s: float | None) -> Iterator[torch.Tensor]:
+    def _single(self, dst: torch.Tensor | None, timeout_s: float | None) -> Iterator[torch.Tensor]:
+        landing = self._land(dst, self._deadline(timeout_s))
         try:
             self._fetch_next(landing, set(), self._deadline(timeout_s), lambda: False)
             self._delivered()
@@ -156,7 +166,8 @@ class PayloadClaim:
         finally:
             landing.close()
 
-    def _streamed(self, landing: Landing, timeout_s: float | None) -> Iterator[torch.Tensor]:
+    def _streamed(self, dst: torch.Tensor | None, timeout_s: float | None) -> Iterator[torch.Tensor]:
+        landing = self._land(dst, self._deadline(timeout_s))
         fetched = _Fetched(self.handle.num_chunks)
         thread = threading.Thread(
             target=self._fetch_all, args=(landing, fetched, timeout_s), name="moonrelay-fetch", daemon=True
@@ -203,34 +214,37 @@ class PayloadClaim:
             try:
                 chunk = self._progress.next_readable(done, deadline, stopped)
                 self._source.fetch(chunk, landing, deadline, stopped)
-            except IntegrityError as exc:
-                if retried:
-                    self._failed(exc)
-                    raise
+            except (IntegrityError, PeerLost, TransferFailed, TransferTimeout) as exc:
+                error = self._diagnose(exc)
+                if retried or not isinstance(error, IntegrityError):
+                    self._recover(error, deadline)
+                    continue
                 retried = True
-                self._emit("retried", reason=str(exc), code=exc.code, path=self.path)
-            except (PeerLost, TransferFailed, TransferTimeout) as exc:
-                self._recover(exc, deadline)
+                self._emit("retried", reason=str(error), code=error.code, path=self.path)
             else:
                 return chunk
 
     def _recover(self, error: MoonrelayError, deadline: Deadline) -> None:
         """Go on from the relay when the producer is gone; raise what fits otherwise."""
         source = self._source
-        if isinstance(source, DirectSource):
-            error = self._diagnose(source, error)
-            if isinstance(error, PeerLost):
-                source.forget()
-                relayed = claim_in_relay(self._runtime, self.handle, self._progress, self.reader, deadline, direct=None)
-                if relayed is not None:
+        if isinstance(source, DirectSource) and isinstance(error, PeerLost):
+            source.forget()
+            relayed = claim_in_relay(self._runtime, self.handle, self._progress, self.reader, deadline, direct=None)
+            if relayed is not None:
+                with self._switching:
+                    # A renewal under way may fail just now; after this it is no longer about our source.
                     self._source = relayed
-                    self._emit("fallback", path="store", reason=str(error), code=error.code)
-                    return
+                    self._progress.clear_failure()
+                self._emit("fallback", path="store", reason=str(error), code=error.code)
+                return
         self._failed(error)
         raise error
 
-    def _diagnose(self, source: DirectSource, error: MoonrelayError) -> MoonrelayError:
-        """Tell a dead producer from an unlucky transfer."""
+    def _diagnose(self, error: MoonrelayError) -> MoonrelayError:
+        """Tell a dead producer, or a claim that lapsed, from an unlucky transfer."""
+        source = self._source
+        if not isinstance(source, DirectSource):
+            return error
         failure = self._progress.failure
         if failure is not None:
             return failure
@@ -244,7 +258,12 @@ class PayloadClaim:
     # -- ending ---------------------------------------------------------------------------------------------------
 
     def ack(self, *, timeout_s: float | None = None) -> None:
-        """Acknowledge: the payload was consumed. Idempotent. Blocks: for one message to its owner.
+        """Acknowledge: the payload was consumed. Idempotent.
+
+        Args:
+            timeout_s: Longest wait, but never less than two seconds; the claim's by default.
+
+        Blocks: for one message to its owner.
 
         Raises:
             LeaseLost: The claim lapsed and another reader may have it; undo what was done with the payload.
@@ -252,7 +271,7 @@ class PayloadClaim:
         if self._acked:
             return
         self._check_held()
-        deadline = self._deadline(timeout_s)
+        deadline = Deadline(max(self._deadline(timeout_s).timeout_s or 0.0, ACK_TIMEOUT_S), self._runtime.clock)
         try:
             self._source.ack(deadline)
         except PeerLost as exc:
@@ -271,7 +290,9 @@ class PayloadClaim:
         """Give the payload back unread; it is free for others at once. Idempotent, no effect after `ack`."""
         if not self._ended.is_set():
             self._end()
-            self._source.nack()
+            # Without a source it is being asked for, in another thread, which then finds it ended.
+            if hasattr(self, "_source"):
+                self._source.nack()
 
     close = nack
 
@@ -283,14 +304,24 @@ class PayloadClaim:
     ) -> None:
         self.nack()
 
+    @property
+    def renew_every_s(self) -> float:
+        """Pause between two renewals: ours, or shorter where the owner drops claims sooner."""
+        pause_s = self._runtime.settings.control.renew_s
+        ttl_s = self._source.claim_ttl_s if hasattr(self, "_source") else None
+        return pause_s if ttl_s is None else min(pause_s, ttl_s / RENEWALS_PER_TTL)
+
     def renew(self) -> None:
-        """Keep the claim (called by the connector about once per ``renew_s``, in a mover thread)."""
+        """Keep the claim (called by the connector every ``renew_every_s``, in a renewing thread)."""
         if self._ended.is_set() or not hasattr(self, "_source"):
             return
+        source = self._source
         try:
-            self._source.renew()
-        except (PeerLost, LeaseLost) as exc:
-            self._progress.fail(exc)
+            source.renew()
+        except (PeerLost, LeaseLost, LeaseExpired, Aborted) as exc:
+            with self._switching:
+                if source is self._source:
+                    self._progress.fail(exc)
         except MoonrelayError as exc:
             self._emit("retried", reason=f"renewal: {exc}", code=exc.code, path=self.path)
 
@@ -322,8 +353,9 @@ class PayloadClaim:
 
     def _land(self, dst: torch.Tensor | None, deadline: Deadline) -> Landing:
         self._check_held()
-        # A connector that only relays has no engine; what it reads lands in ordinary memory.
-        data = self._runtime.data() if self._runtime.settings.serves_directly else None
+        # A connector that only relays needs no engine for what comes from there: it lands in ordinary memory.
+        direct = self._runtime.settings.serves_directly or isinstance(self._source, DirectSource)
+        data = self._runtime.data() if direct else None
         try:
             return land(self.handle, dst, data, deadline)
         except MoonrelayError as exc:

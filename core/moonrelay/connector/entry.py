@@ -37,11 +37,14 @@ class Entry:
     """One payload. All fields are guarded by the ledger's lock.
 
     Attributes:
-        to_relay: Its chunks go to the relay as they become final, and are read there.
+        to_relay: New readers read it in the relay: its chunks go there as they become final, or all are there already.
         in_relay: All of it is in the relay.
         in_memory: Its direct memory is still held.
         relay_used: Something may be stored under its keys.
         moving: A move to the relay is under way.
+        failed_moves: How many moves in a row did not end well.
+        stored: Chunks that a move has put into the relay.
+        holds: Uses of the memory by our own threads that are under way.
         spill_at: When to move it unless somebody has claimed it; ``None`` while it is not complete or not to be moved.
         digested: Chunks whose bytes are final and digested.
         failure: Why it was given up, as its readers will hear it.
@@ -56,6 +59,9 @@ class Entry:
     in_memory: bool = True
     relay_used: bool = False
     moving: bool = False
+    failed_moves: int = 0
+    stored: set[int] = field(default_factory=set)
+    holds: int = 0
     spill_at: float | None = None
     digested: int = 0
     failure: MoonrelayError | None = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from moonrelay.clock import Clock, Deadline, SystemClock
 from moonrelay.config import ControlConfig, StoreConfig, TransferConfig
@@ -17,7 +19,7 @@ from moonrelay.connector.runtime import Runtime
 from moonrelay.connector.settings import make_settings
 from moonrelay.connector.sources import relayed_payload
 from moonrelay.control import messages as wire
-from moonrelay.errors import ConfigError, PeerLost
+from moonrelay.errors import ClosedError, ConfigError, PeerLost
 from moonrelay.events import EventBus
 from moonrelay.handle import ControlAddress, StageHandle
 from moonrelay.lease import LeaseState, LeaseStatus
@@ -91,7 +93,9 @@ class DiffusionConnector:
         self._runtime = Runtime(self.settings, self._clock, self.events)
         self._outbox = Outbox(self._runtime)
         self._lock = threading.Lock()
-        self._claims: dict[str, PayloadClaim] = {}
+        # Weak: a claim that its reader lets go of without a word is renewed no more, and lapses.
+        self._claims: WeakValueDictionary[str, PayloadClaim] = WeakValueDictionary()
+        self._renewing: set[str] = set()
         self._runtime.handler = RequestHandler(self._outbox.ledger, self._holds_claim)
         self._runtime.on_push = self._on_push
         self._runtime.on_tick = self._outbox.ledger.tick
@@ -174,7 +178,7 @@ class DiffusionConnector:
         handle = _as_handle(handle)
         _check_timeout(timeout_s)
         claim = PayloadClaim(self._runtime, handle, timeout_s, on_start=self._claim_started, on_end=self._claim_ended)
-        self._runtime.renew_soon()
+        self._runtime.renew_within(claim.renew_every_s)
         return claim
 
     def receive(
@@ -220,7 +224,10 @@ class DiffusionConnector:
                 return
             relayed = relayed_payload(self._runtime.relay_at(handle.relay), handle, handle.relay, self._runtime)
             self._runtime.emit(handle, "fallback", path="store", reason=str(exc), code=exc.code)
-            relayed.remove_all(handle.num_chunks, deadline, keep_tombstone=False)
+            if relayed.get_end(deadline) is not None:
+                # A late reader finds the tombstone, which the sweeper takes some time later.
+                relayed.tombstone("nobody needs it", deadline, kind="released")
+            relayed.remove_all(handle.num_chunks, deadline)
 
     def status(self, handle: StageHandle | bytes, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> LeaseState:
         """Return how a payload's lease stands, from whoever holds it.
@@ -275,11 +282,13 @@ class DiffusionConnector:
         """
         with self._lock:
             claims = list(self._claims.values())
-        for claim in claims:
-            claim.nack()
-        if self._runtime.started:
-            self._outbox.drain(Deadline(self.settings.drain_timeout_s, self._clock))
-        self._runtime.close()
+        try:
+            for claim in claims:
+                claim.nack()
+            if self._runtime.started:
+                self._outbox.drain(Deadline(self.settings.drain_timeout_s, self._clock))
+        finally:
+            self._runtime.close()
 
     def __enter__(self) -> DiffusionConnector:
         return self
@@ -301,9 +310,9 @@ class DiffusionConnector:
         if handle.relay is not None:
             relayed = relayed_payload(self._runtime.relay_at(handle.relay), handle, handle.relay, self._runtime)
             count = handle.num_chunks
-            reason = relayed.tombstone_reason(deadline)
-            if reason is not None:
-                return LeaseState(LeaseStatus.CONSUMED, 0, 0, count, count, None, reason)
+            tomb = relayed.tomb(deadline)
+            if tomb is not None:
+                return LeaseState(_status_of(tomb.kind), 0, 0, count, count, None, tomb.reason)
             if relayed.get_end(deadline) is not None:
                 return LeaseState(LeaseStatus.READY, 0, 0, count, count, None)
         message = "the producer does not answer, and nothing was relayed"
@@ -328,12 +337,30 @@ class DiffusionConnector:
         for claim in claims:
             claim.progress.update(push.progress)
 
-    def _renew_claims(self) -> bool:
+    def _renew_claims(self) -> float | None:
+        """Renew all claims, those of one owner one after the other, so that an owner that hangs delays no other's."""
+        by_owner: dict[str, list[PayloadClaim]] = {}
         with self._lock:
             claims = list(self._claims.values())
-        for claim in claims:
-            self._runtime.submit_renewal(claim.renew)
-        return bool(claims)
+            for claim in claims:
+                direct = claim.handle.direct
+                by_owner.setdefault(direct.control.nonce if direct is not None else "", []).append(claim)
+            due = {owner: mine for owner, mine in by_owner.items() if owner not in self._renewing}
+            self._renewing |= due.keys()
+        for owner, mine in due.items():
+            try:
+                self._runtime.submit_renewal(partial(self._renew_of, owner, mine))
+            except ClosedError:
+                return None
+        return min((claim.renew_every_s for claim in claims), default=None)
+
+    def _renew_of(self, owner: str, claims: list[PayloadClaim]) -> None:
+        try:
+            while claims:
+                claims.pop().renew()
+        finally:
+            with self._lock:
+                self._renewing.discard(owner)
 
 
 def _as_handle(handle: StageHandle | bytes) -> StageHandle:
@@ -343,6 +370,14 @@ def _as_handle(handle: StageHandle | bytes) -> StageHandle:
         return StageHandle.from_bytes(handle)
     message = f"handle is a {type(handle).__name__}; pass the StageHandle or its bytes"
     raise ConfigError(message, field="handle")
+
+
+def _status_of(kind: str) -> LeaseStatus:
+    """Return the final state that a tombstone stands for; an unknown kind says at least that the payload is gone."""
+    try:
+        return LeaseStatus(kind)
+    except ValueError:
+        return LeaseStatus.CONSUMED
 
 
 def _check_timeout(timeout_s: object) -> None:

@@ -134,7 +134,7 @@ def land(handle: StageHandle, dst: torch.Tensor | None, data: DataPlane | None, 
         CapacityError: The pool is too small, or had no room until the deadline.
     """
     if dst is not None:
-        return _land_in(handle, dst, data)
+        return _land_in(handle, dst, data, deadline)
     if data is None:
         return Landing(handle, [_heap(spec.nbytes, index, handle) for index, spec in enumerate(handle.tensors)], None)
     total = sum(spec.nbytes for spec in handle.tensors)
@@ -163,7 +163,7 @@ def _heap(nbytes: int, index: int, handle: StageHandle) -> torch.Tensor:
     return tensor_from_buffer(torch.empty(nbytes, dtype=torch.uint8), handle.tensors[index])
 
 
-def _land_in(handle: StageHandle, dst: torch.Tensor, data: DataPlane | None) -> Landing:
+def _land_in(handle: StageHandle, dst: torch.Tensor, data: DataPlane | None, deadline: Deadline) -> Landing:
     if not is_tensor(handle):
         message = "dst is only for a payload that is one tensor; leave it out to get the tree"
         raise ConfigError(message, field="dst", request_id=handle.request_id)
@@ -181,4 +181,7 @@ def _land_in(handle: StageHandle, dst: torch.Tensor, data: DataPlane | None) -> 
         if data is None or landing.register(data):
             return landing
         landing.close()
-    return Landing(handle, [_heap(spec.nbytes, 0, handle)], dst)
+    if data is None or data.engine.lands_in_foreign_memory:
+        return Landing(handle, [_heap(spec.nbytes, 0, handle)], dst)
+    with data.arena.allocate(spec.nbytes, deadline) as slot:
+        return Landing(handle, [tensor_from_buffer(slot.tensor(), spec)], dst)

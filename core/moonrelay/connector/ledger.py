@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
+from typing import Literal
 
 from moonrelay.connector.entry import Entry, Reader, Waiter
 from moonrelay.connector.publication import PublicationState
 from moonrelay.connector.runtime import Runtime
-from moonrelay.connector.spill import RETRY_S, Spiller
+from moonrelay.connector.spill import RETRY_MAX_S, RETRY_S, Spiller
 from moonrelay.control import messages as wire
 from moonrelay.control.channel import PeerInfo, Responder
-from moonrelay.errors import Aborted, LeaseExpired, LeaseHeld, LeaseLost, MoonrelayError
+from moonrelay.errors import Aborted, ClosedError, LeaseExpired, LeaseHeld, LeaseLost, MoonrelayError, PeerLost
 from moonrelay.events import EventName
+from moonrelay.handle import StageHandle
 from moonrelay.lease import Available, Effects, LeaseState, LeaseStatus, LeaseTable, Reclaim
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ class Ledger:
         self._entries: dict[str, Entry] = {}
         self._failures: OrderedDict[str, MoonrelayError] = OrderedDict()
         self._spiller = Spiller(runtime, self)
+        self._draining = False
+        self._closed = False
 
     # -- the producer's side ----------------------------------------------------------------------------------------
 
@@ -56,24 +60,61 @@ class Ledger:
         """Return the payloads that have not ended. The lock is held."""
         return list(self._entries.values())
 
-    def clear(self) -> list[Entry]:
-        """Forget all payloads, and return them. The lock is held."""
-        entries = list(self._entries.values())
-        self._entries.clear()
-        return entries
+    def close(self) -> None:
+        """Answer no more: let go of all payloads, and tell those who wait. What is in the relay stays there."""
+        with self.changed:
+            self._closed = True
+            entries = list(self._entries.values())
+            self._entries.clear()
+            waiters = [waiter for entry in entries for waiter in entry.waiters]
+            release = [entry for entry in entries if entry.in_memory]
+            # Where one of our threads is still at work, its last hold cleans up.
+            clean = [entry for entry in entries if not entry.in_relay and not entry.holds]
+            for entry in entries:
+                entry.in_memory = False
+                failure = entry.failure or Aborted("its producer was closed", request_id=entry.handle.request_id)
+                state = PublicationState.SPILLED if entry.in_relay else PublicationState.ABORTED
+                entry.publication.update(state, None if entry.in_relay else failure)
+        for entry in release:
+            entry.placement.release()
+        for entry in clean:
+            self._spiller.clean(entry)
+        for waiter in waiters:
+            self._answer(waiter, wire.Failure.of(self._gone(waiter.request.payload_id)))
+
+    def drain(self) -> None:
+        """Move to the relay at once what can be moved, now and later. The lock is held."""
+        self._draining = True
+
+    @staticmethod
+    def _gone(payload_id: str) -> PeerLost:
+        """Return what a reader hears that comes after `close`: it has to look into the relay."""
+        return PeerLost("the producer was closed", payload_id=payload_id)
 
     def hold(self, payload_id: str) -> Entry:
         """Keep a payload's memory until `unhold`.
 
         Raises:
             Aborted, LeaseExpired, LeaseLost: The payload has ended.
+            ClosedError: The connector is closed.
         """
         with self.changed:
+            if self._closed:
+                message = "the connector is closed"
+                raise ClosedError(message, payload_id=payload_id)
             try:
-                self._table.hold(payload_id)
+                self._hold(payload_id)
             except MoonrelayError as exc:
                 raise self._failure_of(payload_id, exc) from None
             return self._entries[payload_id]
+
+    def _hold(self, payload_id: str) -> None:
+        """See `hold`. The lock is held."""
+        self._table.hold(payload_id)
+        entry = self._entries[payload_id]
+        entry.holds += 1
+        # A hold of its own: `close` gives the publication's back whoever is at work.
+        entry.placement.hold()
 
     def note(self, entry: Entry, chunk: int, *, digest: bytes | None, readable: bool) -> bool:
         """Enter a chunk's readiness and tell the readers; return whether it made the payload whole."""
@@ -90,7 +131,7 @@ class Ledger:
             if entry.whole:
                 entry.placement.drop_sources()
                 if self._settings.mode == "auto" and not entry.to_relay and entry.spill_at is None:
-                    entry.spill_at = now + self._settings.spill_after_s
+                    entry.spill_at = now if self._draining else now + self._settings.spill_after_s
             spill_at, whole = entry.spill_at, entry.whole
             self._show(entry)
         self._push_progress(entry)
@@ -102,7 +143,8 @@ class Ledger:
         with self.changed:
             now = self._clock.monotonic()
             for entry in self._entries.values():
-                if entry.spill_at is not None:
+                # A move that failed waits for its turn, unless there will be none.
+                if entry.spill_at is not None and (self._draining or entry.failed_moves == 0):
                     entry.spill_at = now
         self.wake_by(now)
 
@@ -128,8 +170,13 @@ class Ledger:
         self.abort(entry.handle.id, str(error))
 
     def release(self, payload_id: str) -> None:
-        """Drop a payload. Idempotent."""
+        """Drop a payload. Idempotent.
+
+        Raises:
+            PeerLost: The connector is closed; what is left of it is in the relay.
+        """
         with self.changed:
+            self._check_open(payload_id)
             effects = self._table.release(payload_id)
         self._apply(effects)
 
@@ -137,7 +184,16 @@ class Ledger:
         """End one hold of our own on the payload's memory."""
         with self.changed:
             effects = self._table.unhold(entry.handle.id)
+            entry.holds -= 1
+            clean = self._closed and entry.holds == 0 and not entry.in_relay
             self.changed.notify_all()
+        entry.placement.release()
+        with self.changed:
+            # Only now: who sees it spilled may rely on the memory being free.
+            if entry.handle.id in self._table:
+                self._show(entry)
+        if clean:
+            self._spiller.clean(entry)
         self._apply(effects)
 
     # -- the relay ------------------------------------------------------------------------------------------------
@@ -147,18 +203,61 @@ class Ledger:
         with self.changed:
             return self._table.readiness(entry.handle.id).digests
 
-    def move_ended(self, entry: Entry, *, moved: bool) -> None:
-        """Take note that a move to the relay has ended, well or not."""
+    def wanted(self, entry: Entry) -> bool:
+        """Return whether there is any use in bringing a payload to the relay."""
+        with self.changed:
+            return not self._closed and self._unended(entry)
+
+    def given_up(self, entry: Entry) -> bool:
+        """Return whether nobody will read what is still to be made of a payload."""
+        with self.changed:
+            return self._closed or entry.failure is not None
+
+    def seal(self, entry: Entry, marked: int) -> int | None:
+        """Let new readers read in the relay from now on, where all chunks are.
+
+        A payload must not be complete there while somebody reads it directly: a reader that cannot reach us would
+        win beside one that can.
+
+        Args:
+            entry: A payload that is being moved.
+            marked: How many of its acknowledgements are entered in the relay.
+
+        Returns:
+            ``marked`` when it is done; more when so many have to be entered first; ``None`` when it is not to be: the
+            payload is ending, or is being read directly.
+        """
+        with self.changed:
+            if self._closed or not self._unended(entry) or entry.read_directly:
+                return None
+            acks = self._table.snapshot(entry.handle.id, self._clock.monotonic()).acks
+            if acks == marked:
+                entry.to_relay = True
+            return acks
+
+    def _unended(self, entry: Entry) -> bool:
+        """Return whether a payload may still be claimed, as far as is known. The lock is held."""
+        state = self._table.snapshot(entry.handle.id, self._clock.monotonic()).state
+        return entry.failure is None and not state.ending
+
+    def move_ended(self, entry: Entry, *, moved: bool, failed: bool = False) -> None:
+        """Take note that a move to the relay has ended: well, by an error, or because it was not to be now."""
         with self.changed:
             entry.moving = False
-            if not moved:
-                entry.spill_at = self._clock.monotonic() + RETRY_S
+            if moved:
+                entry.in_relay = True
+                entry.spill_at = None
+            elif failed:
+                pause_s = min(RETRY_S * 2**entry.failed_moves, RETRY_MAX_S)
+                entry.failed_moves += 1
+                entry.spill_at = self._clock.monotonic() + pause_s
+            else:
+                entry.spill_at = self._clock.monotonic()
             spill_at = entry.spill_at
         if moved:
             self._moved(entry)
         self.unhold(entry)
-        if not moved:
-            self.wake_by(spill_at)
+        self.wake_by(spill_at)
 
     def put_chunk(self, entry: Entry, chunk: int, digest: bytes) -> None:
         """Put one chunk of a payload that goes to the relay as it is made. Blocks: see `Spiller.put_chunk`."""
@@ -166,8 +265,9 @@ class Ledger:
 
     def all_put(self, entry: Entry) -> None:
         """Complete a payload that went to the relay as it was made."""
-        self._spiller.finish(entry)
-        self._moved(entry)
+        if self.wanted(entry):
+            self._spiller.finish(entry)
+            self._moved(entry)
 
     def _moved(self, entry: Entry) -> None:
         """All of it is in the relay: from now on it is read there, and the memory goes with its last direct reader."""
@@ -175,9 +275,6 @@ class Ledger:
             entry.in_relay = True
             entry.spill_at = None
         self._free_memory(entry)
-        with self.changed:
-            if entry.handle.id in self._table:
-                self._show(entry)
 
     def _free_memory(self, entry: Entry) -> None:
         with self.changed:
@@ -194,29 +291,38 @@ class Ledger:
         """Grant a claim, or keep the reader waiting until its own deadline."""
         until = self._clock.monotonic() + max(0.0, request.wait_s)
         waiter = Waiter(peer, request, respond, until)
-        reply = self._try_claim(waiter, queue=False)
+        reply = self._try_claim(waiter, queue=None)
         if reply is None:
             # Said before it is queued: once queued, another thread may answer it.
             respond.reply(wire.Pending())
-            reply = self._try_claim(waiter, queue=True)
+            reply = self._try_claim(waiter, queue="back")
         if reply is None:
             self.wake_by(until)
         else:
             respond.reply(reply)
 
-    def _try_claim(self, waiter: Waiter, *, queue: bool) -> wire.Granted | wire.Failure | None:
-        """Return the answer to a claim; ``None`` when the reader has to wait, and then it is queued."""
+    def _try_claim(
+        self, waiter: Waiter, *, queue: Literal["front", "back"] | None
+    ) -> wire.Granted | wire.Failure | None:
+        """Return the answer to a claim; ``None`` when the reader has to wait.
+
+        It is queued in the same breath: else what makes room just afterwards would find nobody waiting.
+        """
         payload_id = waiter.request.payload_id
         now = self._clock.monotonic()
         control = self._settings.control
         with self.changed:
+            if self._closed:
+                return wire.Failure.of(self._gone(payload_id))
             try:
                 claim, effects = self._table.claim(payload_id, waiter.request.reader, control.claim_ttl_s, now)
             except MoonrelayError as exc:
                 return wire.Failure.of(self._failure_of(payload_id, exc))
             entry = self._entries[payload_id]
             if claim is None:
-                if queue:
+                if queue == "front":
+                    entry.waiters.appendleft(waiter)
+                elif queue == "back":
                     entry.waiters.append(waiter)
                 return None
             entry.readers[claim.token] = Reader(waiter.peer, entry.where)
@@ -238,6 +344,7 @@ class Ledger:
         """Keep a claim alive."""
         now = self._clock.monotonic()
         with self.changed:
+            self._check_open(request.payload_id)
             self._table.renew(request.payload_id, request.token, self._settings.control.claim_ttl_s, now)
             entry = self._entries[request.payload_id]
             return wire.Renewed(progress=self._progress(entry), where=entry.where)
@@ -245,6 +352,7 @@ class Ledger:
     def ack(self, request: wire.Ack) -> wire.Reply:
         """Take an acknowledgement."""
         with self.changed:
+            self._check_open(request.payload_id)
             effects = self._table.ack(request.payload_id, request.token, self._clock.monotonic())
             self._forget_reader(request.payload_id, request.token)
         self._apply(effects)
@@ -253,14 +361,19 @@ class Ledger:
     def nack(self, request: wire.Nack) -> wire.Reply:
         """Take a claim back."""
         with self.changed:
+            self._check_open(request.payload_id)
             effects = self._table.nack(request.payload_id, request.token, self._clock.monotonic())
             self._forget_reader(request.payload_id, request.token)
+            entry = self._entries.get(request.payload_id)
+            spill_at = entry.spill_at if entry is not None else None
         self._apply(effects)
+        self.wake_by(spill_at)
         return wire.Done()
 
     def state(self, payload_id: str) -> wire.State:
         """Return how a payload's lease stands."""
         with self.changed:
+            self._check_open(payload_id)
             entry = self._entries.get(payload_id)
             state: LeaseState = self._table.snapshot(payload_id, self._clock.monotonic())
             return wire.State(
@@ -282,22 +395,29 @@ class Ledger:
             effects = self._table.expire(now)
             late: list[Waiter] = []
             spills: list[Entry] = []
+            lapsed: list[StageHandle] = []
             due: list[float] = []
             for entry in self._entries.values():
-                self._drop_lapsed(entry, now)
+                lapsed += [entry.handle] * self._drop_lapsed(entry, now)
                 late += [waiter for waiter in entry.waiters if waiter.until <= now]
                 entry.waiters = deque(waiter for waiter in entry.waiters if waiter.until > now)
                 due += [waiter.until for waiter in entry.waiters]
-                if entry.spill_at is not None and not entry.moving and not entry.readers:
-                    if entry.spill_at <= now and self._begin_move(entry):
-                        spills.append(entry)
-                    else:
-                        due.append(entry.spill_at)
+                if entry.spill_at is None or entry.moving or entry.read_directly:
+                    continue  # whoever ends the move or the read lets us look again
+                if entry.spill_at > now:
+                    due.append(entry.spill_at)
+                elif self._begin_move(entry):
+                    spills.append(entry)
+                else:
+                    entry.spill_at = None  # it is ending
             next_expiry = self._table.next_deadline()
+        self._apply(effects)
+        for handle in lapsed:
+            self._runtime.emit(handle, "lease_expired", reason="a claim was not renewed in time")
         for waiter in late:
             message = f"another reader holds the payload after {waiter.request.wait_s:.3g} s"
-            waiter.responder.reply(wire.Failure.of(LeaseHeld(message, payload_id=waiter.request.payload_id)))
-        self._apply(effects)
+            held = LeaseHeld(message, payload_id=waiter.request.payload_id)
+            self._answer(waiter, wire.Failure.of(held))
         for entry in spills:
             self._spiller.start(entry)
         if next_expiry is not None:
@@ -307,21 +427,21 @@ class Ledger:
     def _begin_move(self, entry: Entry) -> bool:
         """Hold the memory for a move; False when the payload is ending. The lock is held."""
         try:
-            self._table.hold(entry.handle.id)
+            self._hold(entry.handle.id)
         except (LeaseLost, LeaseExpired, Aborted):
             return False
         entry.moving = entry.relay_used = True
         return True
 
-    def _drop_lapsed(self, entry: Entry, now: float) -> None:
-        """Forget readers whose claim was not renewed. The lock is held."""
+    def _drop_lapsed(self, entry: Entry, now: float) -> int:
+        """Forget readers whose claim was not renewed; return how many. The lock is held."""
         alive = {claim.token for claim in self._table.claims(entry.handle.id, now)}
         lapsed = [token for token in entry.readers if token not in alive]
         for token in lapsed:
             del entry.readers[token]
-            self._runtime.emit(entry.handle, "lease_expired", reason="a claim was not renewed in time")
         if lapsed:
             self._show(entry)
+        return len(lapsed)
 
     def _forget_reader(self, payload_id: str, token: int) -> None:
         """Forget a reader that has finished. The lock is held."""
@@ -358,9 +478,9 @@ class Ledger:
         self._spiller.clean(entry)
         entry.publication.update(PublicationState(str(effect.final_state)), failure)
         for waiter in waiters:
-            answer = self._try_claim(waiter, queue=False)
+            answer = self._try_claim(waiter, queue=None)
             if answer is not None:
-                waiter.responder.reply(answer)
+                self._answer(waiter, answer)
         with self.changed:
             self.changed.notify_all()
         name: EventName = "lease_expired" if effect.final_state is LeaseStatus.EXPIRED else "released"
@@ -397,12 +517,24 @@ class Ledger:
                 if entry is None or not entry.waiters:
                     return
                 waiter = entry.waiters.popleft()
-            answer = self._try_claim(waiter, queue=False)
+            if not waiter.responder.waiting:
+                continue  # it gave up; a claim granted to nobody would keep the others out until it lapses
+            answer = self._try_claim(waiter, queue="front")
             if answer is None:
-                with self.changed:
-                    entry.waiters.appendleft(waiter)
                 return
-            waiter.responder.reply(answer)
+            self._answer(waiter, answer)
+
+    @staticmethod
+    def _answer(waiter: Waiter, message: wire.Granted | wire.Failure) -> None:
+        """Answer a reader that waited; that it cannot be told stops nothing else."""
+        try:
+            waiter.responder.reply(message)
+        except MoonrelayError as exc:
+            logger.warning("a reader of %s could not be answered: %s", waiter.request.payload_id, exc)
+
+    def _check_open(self, payload_id: str) -> None:
+        if self._closed:
+            raise self._gone(payload_id)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

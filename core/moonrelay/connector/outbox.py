@@ -15,7 +15,7 @@ from moonrelay.clock import Deadline
 from moonrelay.connector.entry import Entry
 from moonrelay.connector.ledger import Ledger
 from moonrelay.connector.placement import Placement, place, work_completed
-from moonrelay.connector.publication import Publication, PublicationState
+from moonrelay.connector.publication import Publication
 from moonrelay.connector.runtime import Runtime
 from moonrelay.errors import (
     CapacityError,
@@ -73,32 +73,37 @@ class Outbox:
         relayed, relay_address = self._relay_for(payload_id, lease.readers)
         control = self._runtime.channel().address
         placement, to_relay = self._place(flat, snapshot=snapshot)
-        handle = StageHandle(
-            id=payload_id,
-            request_id=payload.request_id,
-            kind=payload.kind,
-            attempt=payload.attempt,
-            tree=flat.tree,
-            tensors=flat.specs,
-            chunks=flat.chunks,
-            digest=integrity.choose(self._settings.integrity, placement.device),
-            lease=lease,
-            direct=DirectAddress(
-                control=control,
-                engine=self._runtime.data().engine.address if self._settings.serves_directly else None,
-            ),
-            relay=relay_address,
-            schema=payload.schema,
-            metadata=payload.metadata,
-        )
-        entry = Entry(
-            handle, Publication(handle, self, self._clock), placement, relayed, to_relay=to_relay, relay_used=to_relay
-        )
         try:
+            handle = StageHandle(
+                id=payload_id,
+                request_id=payload.request_id,
+                kind=payload.kind,
+                attempt=payload.attempt,
+                tree=flat.tree,
+                tensors=flat.specs,
+                chunks=flat.chunks,
+                digest=integrity.choose(self._settings.integrity, placement.device),
+                lease=lease,
+                direct=DirectAddress(
+                    control=control,
+                    engine=self._runtime.data().engine.address if self._settings.serves_directly else None,
+                ),
+                relay=relay_address,
+                schema=payload.schema,
+                metadata=payload.metadata,
+            )
+            entry = Entry(
+                handle,
+                Publication(handle, self, self._clock),
+                placement,
+                relayed,
+                to_relay=to_relay,
+                relay_used=to_relay,
+            )
             with self.ledger.changed:
                 self._check_open(payload.request_id)
                 self.ledger.add(entry)
-        except MoonrelayError:
+        except BaseException:
             placement.release()
             raise
         path = "store" if to_relay else "p2p"
@@ -107,10 +112,18 @@ class Outbox:
             reason = "a snapshot was asked for" if snapshot else "the memory is not registered, or not dense"
             self._runtime.emit(handle, "staged", nbytes=placement.staged_nbytes, reason=reason)
         if not chunks_follow:
-            for chunk in range(flat.chunks.count):
-                entry.publication.ready(chunk)
+            self._all_final(entry)
         self.ledger.wake_by(self._clock.monotonic() + lease.ttl_s if lease.ttl_s is not None else None)
         return entry.publication
+
+    def _all_final(self, entry: Entry) -> None:
+        try:
+            for chunk in range(entry.handle.num_chunks):
+                entry.publication.ready(chunk)
+        except BaseException as exc:
+            # The caller gets no handle, so nobody would ever end it.
+            self.ledger.abort(entry.handle.id, f"publishing failed: {type(exc).__name__}: {exc}")
+            raise
 
     def _relay_for(self, payload_id: str, slots: int) -> tuple[RelayedPayload | None, RelayAddress | None]:
         if not self._settings.relays:
@@ -150,15 +163,19 @@ class Outbox:
         if inline and work_done is None:
             self._finish_chunk(entry, chunk, None)
         else:
+            # Puts wait for the store, stages and digests for nobody: a store that hangs must not stop the direct path.
+            submit = self._runtime.submit if entry.to_relay else self._runtime.submit_staging
             try:
-                self._runtime.submit(lambda: self._finish_chunk(entry, chunk, work_done))
-            except ClosedError:
+                submit(lambda: self._finish_chunk(entry, chunk, work_done))
+            except BaseException:
                 self.ledger.unhold(entry)
                 raise
 
     def _finish_chunk(self, entry: Entry, chunk: int, work_done: Callable[[], None] | None) -> None:
         """Do the work of `chunk_final` (mover thread, or the caller's for a small chunk). Ends the table's hold."""
         try:
+            if self.ledger.given_up(entry):
+                return
             if work_done is not None:
                 work_done()
             entry.placement.stage(chunk)
@@ -175,8 +192,9 @@ class Outbox:
                 self.ledger.note(entry, chunk, digest=self._digest(entry, chunk), readable=True)
         except MoonrelayError as exc:
             self.ledger.fail(entry, exc)
-        except RuntimeError as exc:  # torch reports a copy that failed (out of memory, a lost device) this way
-            self.ledger.fail(entry, MoonrelayError(f"staging failed: {exc}", request_id=entry.handle.request_id))
+        except Exception as exc:  # noqa: BLE001 - outermost frame of a mover: torch and engines raise what they like
+            text = f"staging failed: {type(exc).__name__}: {exc}"
+            self.ledger.fail(entry, MoonrelayError(text, request_id=entry.handle.request_id))
         finally:
             self.ledger.unhold(entry)
 
@@ -201,13 +219,17 @@ class Outbox:
         ledger = self.ledger
         with ledger.changed:
             self._draining = True
+            ledger.drain()
             hopeless = [entry for entry in ledger.entries() if not self._may_settle(entry)]
         for entry in hopeless:
             self.abort(entry.handle.id, "its producer was closed")
         ledger.make_room()
         with ledger.changed:
             deadline.wait_for(
-                ledger.changed, lambda: all(_settled(entry) or entry.failure for entry in ledger.entries())
+                ledger.changed,
+                lambda: all(
+                    _settled(entry) or entry.failure or not self._may_settle(entry) for entry in ledger.entries()
+                ),
             )
             left = [entry for entry in ledger.entries() if not _settled(entry)]
         for entry in left:
@@ -216,18 +238,13 @@ class Outbox:
             # Readers that were told have this long to let go of the memory.
             grace = Deadline(min(LET_GO_S, self._settings.control.claim_ttl_s), self._clock)
             grace.wait_for(ledger.changed, lambda: all(map(_settled, ledger.entries())))
-            entries = ledger.clear()
-        for entry in entries:
-            if entry.in_memory:
-                entry.placement.release()
-            if entry.in_relay:
-                entry.publication.update(PublicationState.SPILLED)
+        ledger.close()
 
     def _may_settle(self, entry: Entry) -> bool:
         """Whether waiting can bring the payload to an end, or to the relay. The lock is held."""
         if not entry.publication.all_final:
             return False
-        return self._settings.relays or bool(entry.readers)
+        return self._settings.relays or bool(entry.readers or entry.waiters)
 
     def _check_open(self, request_id: str) -> None:
         if self._draining:

@@ -6,12 +6,13 @@ staged into one slot of the pool, or, where nothing is read directly, kept as it
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moonrelay.errors import CapacityError
+from moonrelay.errors import MoonrelayError
 from moonrelay.handle import Extent, Region, TensorLocation
 from moonrelay.layout import ChunkPlan, TensorSpec, bytes_of, chunk_view, copy_bits, strips, tensor_from_buffer
 from moonrelay.payload import Flattened
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from moonrelay.connector.runtime import DataPlane
     from moonrelay.transfer.arena import Slot
+
+logger = logging.getLogger(__name__)
 
 #: Leaves staged into one slot begin at multiples of this, in bytes.
 ALIGNMENT = 64
@@ -135,7 +138,11 @@ class Placement:
             callbacks, self._on_release = self._on_release, []
             self.leaves = []
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except MoonrelayError as exc:
+                # The rest must go back all the same.
+                logger.warning("memory of a payload could not be given back: %s", exc)
 
 
 def place(flat: Flattened, data: DataPlane | None, *, snapshot: bool) -> Placement:
@@ -155,6 +162,16 @@ def place(flat: Flattened, data: DataPlane | None, *, snapshot: bool) -> Placeme
     if data is None:
         return _place_for_relay(flat, snapshot=snapshot)
     on_release: list[Callable[[], None]] = []
+    try:
+        return _place(flat, data, on_release, snapshot=snapshot)
+    except BaseException:
+        for callback in on_release:
+            callback()
+        raise
+
+
+def _place(flat: Flattened, data: DataPlane, on_release: list[Callable[[], None]], *, snapshot: bool) -> Placement:
+    """Do the work of `place`; what has to be given back is in ``on_release``, also when this raises."""
     regions: list[Region | None] = []
     for leaf, packed, spec in zip(flat.leaves, flat.packed, flat.specs, strict=True):
         region = None
@@ -167,12 +184,7 @@ def place(flat: Flattened, data: DataPlane | None, *, snapshot: bool) -> Placeme
         for leaf, spec, region in zip(flat.leaves, flat.specs, regions, strict=True)
     ]
     if to_stage:
-        try:
-            slot = data.arena.allocate(sum(_aligned(flat.specs[index].nbytes) for index in to_stage))
-        except CapacityError:
-            for callback in on_release:
-                callback()
-            raise
+        slot = data.arena.allocate(sum(_aligned(flat.specs[index].nbytes) for index in to_stage))
         on_release.append(slot.release)
         _lay_out(leaves, to_stage, slot)
     placement = Placement(leaves, flat.chunks, on_release)

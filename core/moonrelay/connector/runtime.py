@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moonrelay import plugins
-from moonrelay.clock import Clock
+from moonrelay.clock import Clock, Deadline
 from moonrelay.connector.settings import ConnectorSettings
 from moonrelay.control.channel import Handler, PeerChannel
 from moonrelay.control.messages import Push
@@ -36,12 +36,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Threads that stage, digest and put for one connector; renewals have their own, so that a slow store delays none.
+#: Threads of one connector that wait for its store (puts, removals, sweeps), that stage and digest, and that renew
+#: claims: each kind has its own, so that a slow store delays no direct handoff, and neither of them a renewal.
 MOVERS = 3
-RENEWERS = 4
+STAGERS = 2
+RENEWERS = 8
 QUARANTINE_POLL_S = 0.05
 #: How long transfers that are not quiet may keep `close` waiting, in seconds.
 QUIET_TIMEOUT_S = 5.0
+#: How long what movers have yet to do, all together, may keep `close` waiting, in seconds.
+LAST_WORK_S = 5.0
 
 
 class DataPlane:
@@ -80,7 +84,8 @@ class Runtime:
         handler: Takes requests of peers; set before the channel is first used.
         on_push: Takes pushes of peers; likewise.
         on_tick: Runs on the reaper's thread when due; returns when it wants to run next.
-        on_renew: Runs on the reaper's thread once per ``renew_s`` while it returns true.
+        on_renew: Runs on the reaper's thread; returns after how many seconds to run again, ``None`` for not before
+            `renew_within`.
     """
 
     def __init__(self, settings: ConnectorSettings, clock: Clock, events: EventBus) -> None:
@@ -90,7 +95,7 @@ class Runtime:
         self.handler: Handler | None = None
         self.on_push: Callable[[ControlAddress, Push], None] | None = None
         self.on_tick: Callable[[float], float | None] = lambda _now: None
-        self.on_renew: Callable[[], bool] = lambda: False
+        self.on_renew: Callable[[], float | None] = lambda: None
         self._closed = False
         self._lock = threading.RLock()
         self._pause = threading.Condition()
@@ -99,6 +104,8 @@ class Runtime:
         self._relay: Relay | None = None
         self._foreign_relays: dict[str, Relay] = {}
         self._policies = Registry(plugins.POLICIES)
+        self._last_work: Deadline | None = None
+        self._stagers = ThreadPoolExecutor(STAGERS, thread_name_prefix="moonrelay-stage")
         self._movers = ThreadPoolExecutor(MOVERS, thread_name_prefix="moonrelay-mover")
         self._renewers = ThreadPoolExecutor(RENEWERS, thread_name_prefix="moonrelay-renew")
         self._reaper = Reaper(clock)
@@ -115,6 +122,9 @@ class Runtime:
             PluginError: The engine is unknown, or its native library is missing.
             ClosedError: The connector is closed.
         """
+        data = self._data
+        if data is not None and not self._closed:
+            return data
         with self._lock:
             self._check_open()
             if self._data is None:
@@ -132,7 +142,10 @@ class Runtime:
             return self._data
 
     def channel(self) -> PeerChannel:
-        """Return the peer channel, bound on first use."""
+        """Return the peer channel, bound on first use. A claim's renewal never waits for another part's start."""
+        channel = self._channel
+        if channel is not None and not self._closed:
+            return channel
         with self._lock:
             self._check_open()
             if self._channel is None:
@@ -202,12 +215,21 @@ class Runtime:
     # -- work -----------------------------------------------------------------------------------------------------
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on a mover thread.
+        """Run ``work``, which may wait for the store, on a mover thread.
 
         Raises:
             ClosedError: The connector is closed.
         """
         self._submit(self._movers, work)
+
+    def submit_staging(self, work: Callable[[], None]) -> None:
+        """Run ``work``, which waits for nobody, on a staging thread. Raises as `submit`."""
+        self._submit(self._stagers, work)
+
+    def patience(self, seconds: float) -> Deadline:
+        """Return a deadline for work on a mover: shorter once the connector is being closed."""
+        last = self._last_work
+        return Deadline(seconds if last is None else last.remaining(seconds), self.clock)
 
     def submit_renewal(self, work: Callable[[], None]) -> None:
         """Run ``work`` on a renewing thread."""
@@ -217,9 +239,9 @@ class Runtime:
         """Let ``on_tick`` run no later than ``when``."""
         self._due(self._tick, when)
 
-    def renew_soon(self) -> None:
-        """Let ``on_renew`` run within ``renew_s``, and again while it returns true."""
-        self._due(self._renew, self.clock.monotonic() + self.settings.control.renew_s)
+    def renew_within(self, seconds: float) -> None:
+        """Let ``on_renew`` run within ``seconds``, and again as it says."""
+        self._due(self._renew, self.clock.monotonic() + seconds)
 
     def watch_quarantine(self) -> None:
         """Poll transfers that were not quiet at their deadline until they are."""
@@ -276,7 +298,8 @@ class Runtime:
         return self.on_tick(now)
 
     def _run_renewals(self, now: float) -> float | None:
-        return now + self.settings.control.renew_s if self.on_renew() else None
+        pause_s = self.on_renew()
+        return None if pause_s is None else now + pause_s
 
     def _poll_quarantine(self, now: float) -> float | None:
         if self._data is None or self._data.quarantine.poll() == 0:
@@ -305,18 +328,23 @@ class Runtime:
 
     @property
     def started(self) -> bool:
-        """Whether any part was started."""
+        """Whether any part was started, and none was ended yet."""
         with self._lock:
-            return any(part is not None for part in (self._data, self._channel, self._relay))
+            return not self._closed and any(part is not None for part in (self._data, self._channel, self._relay))
 
     def close(self) -> None:
-        """End all parts: threads first, then the channel, then memory, then stores. Idempotent. Blocks: seconds."""
+        """End all parts: threads first, then the channel, then memory, then stores. Idempotent.
+
+        Blocks: seconds; up to ``put_timeout_s`` where a put hangs in the store.
+        """
         with self._pause:
             if self._closed:
                 return
             self._closed = True
             self._pause.notify_all()
+        self._last_work = Deadline(LAST_WORK_S, self.clock)
         self._reaper.close()
+        self._stagers.shutdown(wait=True)
         self._movers.shutdown(wait=True)
         self._renewers.shutdown(wait=True)
         with self._lock:

@@ -29,6 +29,7 @@ from moonrelay.errors import (
     PeerLost,
     TransferFailed,
     TransferTimeout,
+    WireError,
 )
 from moonrelay.handle import ControlAddress, RelayAddress, StageHandle
 from moonrelay.relay.records import ClaimToken, Held, RelayedPayload
@@ -70,9 +71,14 @@ class Source(ABC):
             LeaseLost: The claim is no longer ours.
         """
 
+    @property
+    @abstractmethod
+    def claim_ttl_s(self) -> float | None:
+        """After how long the owner drops the claim unless it is renewed; ``None`` where it need not be."""
+
     @abstractmethod
     def renew(self) -> None:
-        """Keep the claim; called about once per ``renew_s``. Blocks: for one request."""
+        """Keep the claim; called several times per ``claim_ttl_s``. Blocks: for one request."""
 
     @abstractmethod
     def ack(self, deadline: Deadline) -> None:
@@ -146,9 +152,15 @@ class DirectSource(Source):
             raise IntegrityError(message, request_id=self.handle.request_id)
         if self.handle.digest == integrity.OFF:
             self._confirm_claim()
+            if self.progress.failure is not None:
+                raise self.progress.failure
         elif digest.digest() != self.progress.digest(chunk, deadline):
             message = f"chunk {chunk} differs from what the producer published"
             raise IntegrityError(message, request_id=self.handle.request_id, path=self.path)
+
+    @property
+    def claim_ttl_s(self) -> float | None:
+        return self._granted.claim_ttl_s
 
     def renew(self) -> None:
         reply = self._ask(wire.Renew(payload_id=self.handle.id, token=self._granted.token))
@@ -165,6 +177,10 @@ class DirectSource(Source):
         except MoonrelayError as exc:
             logger.debug("nack of %s did not arrive, the claim will lapse: %s", self.handle.id, exc)
 
+    def release(self, deadline: Deadline) -> None:
+        """Tell the producer that nobody needs the payload any more."""
+        self._runtime.channel().request(self._owner, wire.Release(payload_id=self.handle.id), deadline)
+
     def forget(self) -> None:
         """Let the engine drop what it keeps for a producer that is gone."""
         if self._granted.engine is not None:
@@ -172,8 +188,7 @@ class DirectSource(Source):
 
     def _confirm_claim(self) -> None:
         """Without digests only the claim proves that the memory was not reused while it was read."""
-        control = self._runtime.settings.control
-        if self._runtime.clock.monotonic() - self._confirmed_at > control.claim_ttl_s / 2:
+        if self._runtime.clock.monotonic() - self._confirmed_at > self._granted.claim_ttl_s / 2:
             self.renew()
 
     def _ask(self, message: wire.Request) -> wire.Reply:
@@ -222,26 +237,50 @@ class RelaySource(Source):
             message = f"chunk {chunk} differs from what the producer put into the relay"
             raise IntegrityError(message, request_id=self.handle.request_id, path=self.path)
 
+    @property
+    def claim_ttl_s(self) -> float | None:
+        direct = self._direct
+        return None if direct is None else direct.claim_ttl_s
+
     def renew(self) -> None:
-        if self._direct is not None:
-            try:
-                self._direct.renew()
-            except PeerLost:
-                # The relay's record stands without the producer.
-                self._direct = None
-                self.progress.clear_failure()
+        direct = self._direct
+        if direct is None:
+            return
+        try:
+            direct.renew()
+        except PeerLost:
+            # The relay's record stands without the producer, but what it had not stored will not come any more.
+            if self._relayed.get_end(Deadline(END_TIMEOUT_S, self._runtime.clock)) is None:
+                raise
+            self._direct = None
+            self.progress.clear_failure()
+            self.progress.complete()
 
     def ack(self, deadline: Deadline) -> None:
         last = self._relayed.ack(self._token, deadline)
-        if self._direct is not None:
-            try:
-                self._direct.ack(deadline)
-            except (PeerLost, DeadlineExceeded):
-                self._direct = None
-        if last and self._direct is None:
-            # Nobody else is left to remove the objects; a late reader finds the tombstone.
-            self._relayed.tombstone("consumed", deadline)
-            self._relayed.remove_all(self.handle.num_chunks, deadline)
+        if self._acknowledged_by_owner(last, deadline) or not last:
+            return
+        # Nobody else is left to remove the objects; a late reader finds the tombstone.
+        self._relayed.tombstone("consumed", deadline)
+        self._relayed.remove_all(self.handle.num_chunks, deadline)
+
+    def _acknowledged_by_owner(self, last: bool, deadline: Deadline) -> bool:
+        """Tell the producer, where it lives, that the relay's record says consumed; return whether it will clean up."""
+        direct = self._direct
+        if direct is None:
+            return False
+        try:
+            direct.ack(deadline)
+        except LeaseLost:
+            # The claim lapsed there, but nobody can win besides the record: a later reader is turned away by it.
+            if last:
+                try:
+                    direct.release(deadline)
+                except (PeerLost, DeadlineExceeded):
+                    return False
+        except (PeerLost, DeadlineExceeded):
+            return False
+        return True
 
     def nack(self) -> None:
         deadline = Deadline(END_TIMEOUT_S, self._runtime.clock)
@@ -267,6 +306,10 @@ def claim_directly(
     if handle.direct is None:
         message = "the handle names no producer"
         raise PeerLost(message, request_id=handle.request_id)
+    if deadline.expired:
+        # Asked all the same, the producer would grant a claim that nobody is there to take.
+        message = f"timeout_s={deadline.timeout_s} leaves no time to ask the producer"
+        raise TransferTimeout(message, request_id=handle.request_id)
     asked_at = runtime.clock.monotonic()
     left_s = deadline.remaining(runtime.settings.lease_ttl_s) or 0.0
     # The owner gives up a little sooner than we do, so that its answer, not our deadline, says why.
@@ -284,6 +327,9 @@ def claim_directly(
     source = DirectSource(runtime, handle, progress, handle.direct.control, granted, asked_at)
     if granted.where == "direct":
         try:
+            if len(granted.tensors) != len(handle.tensors):
+                text = f"the producer granted {len(granted.tensors)} tensors, the handle names {len(handle.tensors)}"
+                raise WireError(text, request_id=handle.request_id)
             _check_engine(runtime, handle, granted)
         except MoonrelayError:
             source.nack()
@@ -321,17 +367,14 @@ def claim_in_relay(
 
     Raises:
         LeaseHeld: Another living reader had it until the deadline.
-        LeaseLost: It was consumed.
+        LeaseLost, LeaseExpired, Aborted: It was consumed or buried.
     """
     if handle.relay is None:
         return None
     relay = runtime.relay_at(handle.relay)
     relayed = relayed_payload(relay, handle, handle.relay, runtime)
     if direct is None:
-        reason = relayed.tombstone_reason(deadline)
-        if reason is not None:
-            message = f"the payload is no more: {reason}"
-            raise LeaseLost(message, request_id=handle.request_id)
+        relayed.check_buried(deadline)
         if relayed.get_end(deadline) is None:
             return None
     owner = msgspec.msgpack.encode(runtime.channel().address)
@@ -397,7 +440,7 @@ def _lives(runtime: Runtime, handle: StageHandle, held: Held, deadline: Deadline
         reply = runtime.channel().request(
             address, wire.HoldsClaim(payload_id=handle.id, reader=held.reader_id), patience
         )
-    except (PeerLost, msgspec.MsgspecError):
+    except (PeerLost, WireError, msgspec.MsgspecError):
         return False
     except (DeadlineExceeded, TransferTimeout):
         # Silent for less than the peer timeout is not dead.

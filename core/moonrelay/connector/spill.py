@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from moonrelay.clock import Deadline
 from moonrelay.connector.entry import Entry
 from moonrelay.connector.runtime import Runtime
 from moonrelay.errors import ClosedError, ConfigError, MoonrelayError
@@ -19,8 +18,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A move that failed for want of room, or of the store, is tried again after this long, in seconds.
+#: A move that failed for want of room, or of the store, is tried again after this long, in seconds; it doubles with
+#: each further failure in a row.
 RETRY_S = 2.0
+RETRY_MAX_S = 60.0
 CLEAN_UP_TIMEOUT_S = 30.0
 
 
@@ -35,17 +36,17 @@ class Spiller:
         self._ledger = ledger
 
     def put_chunk(self, entry: Entry, chunk: int, digest: bytes) -> None:
-        """Put one chunk. Blocks: up to ``put_timeout_s``.
+        """Put one chunk; the caller holds the entry. Blocks: up to ``put_timeout_s``.
 
         Raises:
             CapacityError, TransferFailed, TransferTimeout, PeerLost: Not stored.
         """
         relayed = relayed_of(entry)
-        deadline = Deadline(self._runtime.settings.store.put_timeout_s, self._runtime.clock)
-        parts = entry.placement.extents(chunk)
+        deadline = self._runtime.patience(self._runtime.settings.store.put_timeout_s)
         for attempt in (1, 2):
             # The memory stays until no native call can read it any more, also after a put that timed out.
             entry.placement.hold()
+            parts = entry.placement.extents(chunk)
             try:
                 relayed.put_chunk(chunk, parts, digest, deadline, on_quiet=entry.placement.release)
             except MoonrelayError as exc:
@@ -57,7 +58,7 @@ class Spiller:
 
     def finish(self, entry: Entry) -> None:
         """Say in the relay that all chunks are there. Blocks: up to ``put_timeout_s``."""
-        deadline = Deadline(self._runtime.settings.store.put_timeout_s, self._runtime.clock)
+        deadline = self._runtime.patience(self._runtime.settings.store.put_timeout_s)
         relayed_of(entry).put_end(entry.handle.num_chunks, entry.handle.lease.ttl_s, deadline)
 
     def start(self, entry: Entry) -> None:
@@ -69,20 +70,41 @@ class Spiller:
 
     def _move(self, entry: Entry) -> None:
         started = self._runtime.clock.monotonic()
-        moved = False
+        moved = failed = False
         try:
-            digests = self._ledger.digests(entry)
-            for chunk in range(entry.handle.num_chunks):
-                self.put_chunk(entry, chunk, digests[chunk])
-            self.finish(entry)
-            moved = True
-            took = self._runtime.clock.monotonic() - started
-            self._runtime.emit(entry.handle, "spilled", path="store", nbytes=entry.handle.nbytes, duration_s=took)
+            moved = self._store(entry)
         except MoonrelayError as exc:
             # It stays where it is, can still be read directly, and is tried again.
+            failed = True
             self._runtime.emit(entry.handle, "fallback", path="p2p", reason=f"not relayed: {exc}", code=exc.code)
+        except BaseException:
+            failed = True
+            raise
         finally:
-            self._ledger.move_ended(entry, moved=moved)
+            self._ledger.move_ended(entry, moved=moved, failed=failed)
+        if moved:
+            took = self._runtime.clock.monotonic() - started
+            self._runtime.emit(entry.handle, "spilled", path="store", nbytes=entry.handle.nbytes, duration_s=took)
+
+    def _store(self, entry: Entry) -> bool:
+        """Put what is not there yet; False when the payload is ending, or somebody reads it directly."""
+        digests = self._ledger.digests(entry)
+        for chunk in range(entry.handle.num_chunks):
+            if not self._ledger.wanted(entry):
+                return False
+            if chunk not in entry.stored:
+                self.put_chunk(entry, chunk, digests[chunk])
+                entry.stored.add(chunk)
+        marked = 0
+        while (acks := self._ledger.seal(entry, marked)) != marked:
+            if acks is None:
+                return False
+            # Readers that are done already count in the relay too, before anybody can claim there.
+            deadline = self._runtime.patience(self._runtime.settings.store.put_timeout_s)
+            relayed_of(entry).mark_consumed(acks, deadline)
+            marked = acks
+        self.finish(entry)
+        return True
 
     def clean(self, entry: Entry) -> None:
         """Remove what an ended payload left in the relay, on a mover. Returns at once."""
@@ -90,10 +112,10 @@ class Spiller:
             try:
                 self._runtime.submit(lambda: self._clean(entry))
             except ClosedError:
-                self._clean(entry)
+                logger.warning("objects of %s stay until a sweeper takes them", entry.handle.id)
 
     def _clean(self, entry: Entry) -> None:
-        deadline = Deadline(CLEAN_UP_TIMEOUT_S, self._runtime.clock)
+        deadline = self._runtime.patience(CLEAN_UP_TIMEOUT_S)
         try:
             relayed_of(entry).remove_all(entry.handle.num_chunks, deadline, keep_tombstone=False)
         except MoonrelayError as exc:
