@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from moonrelay.queueing.worker import Worker
 
 #: How long an orphaned worker may take to end in order, in seconds.
-ORPHAN_GRACE_S = 3.0
+ORPHAN_GRACE_S = 5.0
 
 
 class WorkerAdapter(Protocol):
@@ -106,6 +106,9 @@ def worker(
     lease_ttl_s: Annotated[
         float, typer.Option("--lease-ttl-s", "--lease-ttl", help="Life of a published payload in seconds.")
     ] = 600.0,
+    drain_timeout_s: Annotated[
+        float, typer.Option(help="At its end: how long moving unread payloads to the store, and readers, may take.")
+    ] = 10.0,
     claim_ttl_s: Annotated[
         float | None, typer.Option(help="A dead reader's claim ends after these seconds.", show_default="5")
     ] = None,
@@ -166,6 +169,7 @@ def worker(
                 control_config=_given(claim_ttl_s=claim_ttl_s),
                 lease_ttl_s=lease_ttl_s,
                 spill_after_s=spill_after_s,
+                drain_timeout_s=drain_timeout_s,
                 integrity=integrity,
             )
         )

@@ -139,6 +139,7 @@ class WorkerPool:
             "claim-ttl-s": LEASE_S,
             "queue-lease-s": LEASE_S,
             "grace-s": 1.0,
+            "drain-timeout-s": 2.0,
             "parent-fd": 0,
         }
         given = [f"--{key}={value}" for key, value in options.items() if value is not None]
