@@ -197,6 +197,10 @@ class StageHandle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         if len(raw) > MAX_HANDLE_BYTES:
             raise WireError(f"a handle has at most {MAX_HANDLE_BYTES} bytes, this has {len(raw)}")
         raw = bytes(raw)
+        handle = _as_we_write(raw)
+        if handle is not None:
+            _check(handle)
+            return handle
         if len(raw) <= _HEADER or not raw.startswith(MAGIC):
             raise WireError("the bytes are no stage handle: they do not begin with MRH, a version and a body")
         major, minor = raw[len(MAGIC)], raw[len(MAGIC) + 1]
@@ -219,6 +223,22 @@ class StageHandle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             handle = msgspec.structs.replace(handle, unknown=extra)
         _check(handle)
         return handle
+
+
+def _as_we_write(raw: bytes) -> StageHandle | None:
+    """Return the handle when its bytes are just what this version writes, with nothing that is unknown; else ``None``.
+
+    Whatever else they are, good or bad, the long way says. Nothing is checked yet but types.
+    """
+    if not raw.startswith(_OURS):
+        return None
+    try:
+        handle = _decoder.decode(raw[_HEADER:])
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError):
+        return None
+    if handle.requires or handle.unknown is not None or msgspec.msgpack.encode(handle) != raw[_HEADER:]:
+        return None
+    return handle
 
 
 def _check_requires(requires: object, version: str) -> None:
@@ -328,6 +348,9 @@ def _merge(body: dict[str, Any], unknown: dict[str, Any], struct: type[msgspec.S
             merged[name] = [_merge(part, value.get(str(index), {}), inner) for index, part in enumerate(held)]
     return merged
 
+
+_OURS: Final = MAGIC + bytes((MAJOR, MINOR))
+_decoder: Final[msgspec.msgpack.Decoder[StageHandle]] = msgspec.msgpack.Decoder(StageHandle)
 
 _Inner = dict[str, type[msgspec.Struct]]
 _STRUCTS: Final[tuple[tuple[type[msgspec.Struct], _Inner], ...]] = (

@@ -56,6 +56,9 @@ _REMEDIES: Final = {
     "float": "use float(value)",
 }
 
+#: The description of a payload that is one tensor.
+ONE_TENSOR: Final = msgspec.msgpack.encode([VERSION, 1, [_LEAF, 0]])
+
 
 def encode_tree(value: object, root: str) -> tuple[bytes, list[tuple[str, torch.Tensor]]]:
     """Describe a tree and collect its tensors.

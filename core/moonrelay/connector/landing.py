@@ -15,7 +15,8 @@ from moonrelay.clock import Deadline
 from moonrelay.errors import CapacityError, ConfigError, RegistrationError
 from moonrelay.handle import Extent, StageHandle
 from moonrelay.integrity import Digest
-from moonrelay.layout import TensorSpec, bytes_of, chunk_view, copy_bits, packed_order, strips, tensor_from_buffer
+from moonrelay.layout import bytes_of, chunk_view, copy_bits, packed_order, strips, tensor_from_buffer
+from moonrelay.tree import ONE_TENSOR
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +155,7 @@ def land(handle: StageHandle, dst: torch.Tensor | None, data: DataPlane | None, 
 
 def is_tensor(handle: StageHandle) -> bool:
     """Return whether the payload is one tensor, not a tree."""
-    return isinstance(handle.spec, TensorSpec)
+    return handle.tree == ONE_TENSOR
 
 
 def _heap(nbytes: int, index: int, handle: StageHandle) -> torch.Tensor:
@@ -175,7 +176,9 @@ def _land_in(handle: StageHandle, dst: torch.Tensor, data: DataPlane | None, dea
             f"allocate dst from handle.spec"
         )
         raise ConfigError(message, field="dst", request_id=handle.request_id)
-    same_layout = packed_order(dst) == (True, spec.order) and not dst.is_conj() and not dst.is_neg()
+    same_layout = packed_order(dst) == (True, spec.order) and not dst.is_neg()
+    if same_layout and dtype.startswith("complex"):
+        same_layout = not dst.is_conj()
     if same_layout and (dst.device.type == "cpu" or (data is not None and dst.device.type == data.device_type)):
         landing = Landing(handle, [dst], None)
         if data is None or landing.register(data):

@@ -158,21 +158,34 @@ class Outbox:
             Aborted, LeaseExpired, LeaseLost: The payload has ended.
         """
         entry = self.ledger.hold(payload_id)
-        inline = not entry.to_relay and entry.handle.chunk_nbytes(chunk) <= INLINE_NBYTES
         work_done = work_completed(entry.placement)
-        if inline and work_done is None:
+        at_once = work_done is None and not entry.to_relay
+        in_place = at_once and not entry.placement.staged_nbytes
+        if (at_once and _is_small(entry, chunk)) or (in_place and entry.handle.digest == integrity.OFF):
             self._finish_chunk(entry, chunk, None)
         else:
             # Puts wait for the store, stages and digests for nobody: a store that hangs must not stop the direct path.
             submit = self._runtime.submit if entry.to_relay else self._runtime.submit_staging
             try:
-                submit(lambda: self._finish_chunk(entry, chunk, work_done))
+                if in_place:
+                    # Before any thread is woken: a reader may be faster.
+                    self.ledger.note(entry, chunk, digest=None, readable=True)
+                submit(lambda: self._finish_chunk(entry, chunk, work_done, announced=in_place))
             except BaseException:
                 self.ledger.unhold(entry)
                 raise
 
-    def _finish_chunk(self, entry: Entry, chunk: int, work_done: Callable[[], None] | None) -> None:
-        """Do the work of `chunk_final` (mover thread, or the caller's for a small chunk). Ends the table's hold."""
+    def _finish_chunk(
+        self, entry: Entry, chunk: int, work_done: Callable[[], None] | None, *, announced: bool = False
+    ) -> None:
+        """Do the work of `chunk_final` (in a thread of the runtime, or the caller's). Ends the table's hold.
+
+        Args:
+            entry: The payload.
+            chunk: The chunk's number.
+            work_done: A wait for the device, or ``None``.
+            announced: Whether readers were told already that they may read it.
+        """
         try:
             if self.ledger.given_up(entry):
                 return
@@ -184,12 +197,12 @@ class Outbox:
                 self.ledger.put_chunk(entry, chunk, digest)
                 if self.ledger.note(entry, chunk, digest=digest, readable=True):
                     self.ledger.all_put(entry)
-            elif entry.handle.digest == integrity.OFF or entry.handle.chunk_nbytes(chunk) > INLINE_NBYTES:
-                # Readers may begin while the digest is computed.
-                self.ledger.note(entry, chunk, digest=None, readable=True)
-                self.ledger.note(entry, chunk, digest=self._digest(entry, chunk), readable=False)
             else:
-                self.ledger.note(entry, chunk, digest=self._digest(entry, chunk), readable=True)
+                if not (announced or entry.handle.digest == integrity.OFF or _is_small(entry, chunk)):
+                    # Readers may begin while the digest is computed.
+                    self.ledger.note(entry, chunk, digest=None, readable=True)
+                    announced = True
+                self.ledger.note(entry, chunk, digest=self._digest(entry, chunk), readable=not announced)
         except MoonrelayError as exc:
             self.ledger.fail(entry, exc)
         except Exception as exc:  # noqa: BLE001 - outermost frame of a mover: torch and engines raise what they like
@@ -254,3 +267,7 @@ class Outbox:
 
 def _settled(entry: Entry) -> bool:
     return entry.in_relay and not entry.read_directly
+
+
+def _is_small(entry: Entry, chunk: int) -> bool:
+    return entry.handle.chunk_nbytes(chunk) <= INLINE_NBYTES

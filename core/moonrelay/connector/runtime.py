@@ -265,6 +265,8 @@ class Runtime:
         code: str | None = None,
     ) -> None:
         """Tell observers what happened to a payload."""
+        if not self.events.heeds(name):
+            return
         self.events.emit(
             Event(
                 name=name,

@@ -334,9 +334,20 @@ class MooncakeEngine(TransferEngine):
 
     def check(self, handle: int) -> int | MoonrelayError:
         """Ask about a handle that has not ended; return the library's answer, or the error once the engine is gone."""
-        with self._calling() as engine:
-            if engine is not None:
-                return engine.transfer_check_status(handle)
+        # `_calling` in full, since this is what a poll costs.
+        with self._state:
+            native = self._native
+            if native is not None:
+                self._calls += 1
+        if native is not None:
+            try:
+                if native.engine is not None:
+                    return native.engine.transfer_check_status(handle)
+            finally:
+                with self._state:
+                    self._calls -= 1
+                    if self._closed:
+                        self._state.notify_all()
         # Closed, but until its destructor has run it may still write.
         return self._not_open() if self._alive() is None else 0
 

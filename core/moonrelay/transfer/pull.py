@@ -148,7 +148,7 @@ class Puller:
         on_landed: Callable[[int, int, int], None] | None,
         cancelled: Callable[[], bool] | None,
     ) -> None:
-        idle = threading.Condition()
+        idle: threading.Condition | None = None
         quiet_since: float | None = None
         while True:
             if cancelled is not None and cancelled():
@@ -171,6 +171,7 @@ class Puller:
             now = self._clock.monotonic()
             quiet_since = now if quiet_since is None else quiet_since
             pause = min(max(_POLL_MIN_S, (now - quiet_since) * _POLL_PART), _POLL_MAX_S)
+            idle = idle or threading.Condition()
             with idle:
                 self._clock.wait(idle, deadline.remaining(pause))
 
