@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moonrelay_diffusers.request import GenerationRequest
 
 #: The live pipeline goes first where processors are few.
-_NICENESS: Final = 10
+_NICENESS: Final = 5
 #: Requests of a family that makes images have one frame.
 _SMALL: Final = {"wan": (96, 17), "qwen_image": (192, 1)}
 
