@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -402,3 +403,23 @@ def _settle(done: Callable[[], bool]) -> None:
     until = time.monotonic() + 15
     while not done() and time.monotonic() < until:
         select.select([], [], [], 0.05)
+
+
+@pytest.mark.mooncake
+def test_closing_on_a_stopped_store_takes_seconds(start: Start, tmp_path: Path) -> None:
+    with MooncakeCluster(tmp_path, pool_bytes=32 << 20) as own:
+        settings = {"mode": "auto", "store_config": own.url, "spill_after_s": 0.0, "drain_timeout_s": 1.0}
+        producer = start("denoise", **settings)
+        first = producer.do("publish", name="a", seed=1, shape=SHAPE, follow=True)
+        producer.do("ready", name="a", chunk=0)
+        producer.do("wait", name="a", state="spilled", timeout_s=20)
+        assert first["handle"]
+        client = own.pids["client"]
+        os.kill(client, signal.SIGSTOP)  # puts now hang inside the native library, for up to a minute each
+        try:
+            producer.do("publish", name="b", seed=2, shape=SHAPE)
+            began = time.monotonic()
+            producer.do("close")
+            assert time.monotonic() - began < 20, "close waited for the store"
+        finally:
+            os.kill(client, signal.SIGCONT)

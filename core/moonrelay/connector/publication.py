@@ -97,7 +97,12 @@ class Publication:
                 message = f"chunk={chunk} was said to be ready before; say it once"
                 raise ConfigError(message, field="chunk", request_id=self.handle.request_id)
             self._final.add(chunk)
-        self._sink.chunk_final(self.handle.id, chunk)
+        try:
+            self._sink.chunk_final(self.handle.id, chunk)
+        except BaseException:
+            with self._changed:
+                self._final.discard(chunk)
+            raise
 
     def abort(self, reason: str) -> None:
         """Give the payload up: readers get `Aborted` with ``reason``. Idempotent; no effect on a payload that ended."""

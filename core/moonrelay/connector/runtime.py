@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -98,6 +99,8 @@ class Runtime:
         self.on_renew: Callable[[], float | None] = lambda: None
         self._closed = False
         self._lock = threading.RLock()
+        self._moving: set[Future[None]] = set()
+        self._moving_lock = threading.Lock()
         self._pause = threading.Condition()
         self._data: DataPlane | None = None
         self._channel: PeerChannel | None = None
@@ -220,7 +223,14 @@ class Runtime:
         Raises:
             ClosedError: The connector is closed.
         """
-        self._submit(self._movers, work)
+        done = self._submit(self._movers, work)
+        with self._moving_lock:
+            self._moving.add(done)
+        done.add_done_callback(self._moved)
+
+    def _moved(self, done: Future[None]) -> None:
+        with self._moving_lock:
+            self._moving.discard(done)
 
     def submit_staging(self, work: Callable[[], None]) -> None:
         """Run ``work``, which waits for nobody, on a staging thread. Raises as `submit`."""
@@ -283,12 +293,14 @@ class Runtime:
             )
         )
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], None]) -> None:
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], None]) -> Future[None]:
         try:
-            pool.submit(work).add_done_callback(_report)
+            done = pool.submit(work)
         except RuntimeError as exc:
             message = "the connector is closed"
             raise ClosedError(message) from exc
+        done.add_done_callback(_report)
+        return done
 
     def _due(self, job: Job, when: float) -> None:
         try:
@@ -337,7 +349,7 @@ class Runtime:
     def close(self) -> None:
         """End all parts: threads first, then the channel, then memory, then stores. Idempotent.
 
-        Blocks: seconds; up to ``put_timeout_s`` where a put hangs in the store.
+        A store that does not answer is left before the threads that wait for it are joined. Blocks: seconds.
         """
         with self._pause:
             if self._closed:
@@ -347,11 +359,17 @@ class Runtime:
         self._last_work = Deadline(LAST_WORK_S, self.clock)
         self._reaper.close()
         self._stagers.shutdown(wait=True)
-        self._movers.shutdown(wait=True)
-        self._renewers.shutdown(wait=True)
         with self._lock:
             channel, data = self._channel, self._data
             relays = [relay for relay in (self._relay, *self._foreign_relays.values()) if relay is not None]
+        with self._moving_lock:
+            moving = list(self._moving)
+        if futures.wait(moving, timeout=LAST_WORK_S).not_done:
+            logger.warning("the store does not answer, it is closed under %d pieces of work", len(moving))
+            for relay in relays:
+                relay.close()
+        self._movers.shutdown(wait=True)
+        self._renewers.shutdown(wait=True)
         if channel is not None:
             channel.close()
         if data is not None:

@@ -95,6 +95,8 @@ class Spiller:
             if chunk not in entry.stored:
                 self.put_chunk(entry, chunk, digests[chunk])
                 entry.stored.add(chunk)
+        # A sweeper may have taken the first chunks for a dead producer's, when the rest was long in coming.
+        relayed_of(entry).check_buried(self._runtime.patience(self._runtime.settings.store.put_timeout_s))
         marked = 0
         while (acks := self._ledger.seal(entry, marked)) != marked:
             if acks is None:

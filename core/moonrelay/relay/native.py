@@ -63,6 +63,7 @@ class NativeCalls:
         self._idle = 0
         self._running = 0
         self._closed = False
+        self._abandoned = False
         self._last: Callable[[], None] | None = None
 
     def call(
@@ -87,7 +88,7 @@ class NativeCalls:
 
         Raises:
             TransferTimeout: The deadline passed; ``work`` never began, or still runs.
-            ClosedError: The pool is closed.
+            ClosedError: The pool is closed, or was closed for longer than it waits while ``work`` ran.
             Exception: What ``work`` raised.
         """
         call = _Call(work, on_quiet, on_late)
@@ -101,7 +102,7 @@ class NativeCalls:
                 self._hire()
                 self._condition.notify_all()
                 try:
-                    deadline.wait_for(self._condition, lambda: call.state is _State.DONE)
+                    deadline.wait_for(self._condition, lambda: call.state is _State.DONE or self._abandoned)
                 finally:
                     # Also on KeyboardInterrupt: the native call doesn't know of it.
                     if call.state is _State.QUEUED:
@@ -109,6 +110,9 @@ class NativeCalls:
                     elif call.state is _State.RUNNING:
                         call.state = _State.LEFT
                         quiet = False
+            if call.state is not _State.DONE and self._abandoned:
+                message = f"{what}: the relay was closed while the store did not answer"
+                raise ClosedError(message)
             if call.state is not _State.DONE:
                 message = f"{what} did not end within {deadline.timeout_s} s"
                 raise TransferTimeout(message)
@@ -140,6 +144,8 @@ class NativeCalls:
             quiet = deadline.wait_for(self._condition, lambda: self._running == 0 and not self._queue)
             if not quiet:
                 self._last = last
+                self._abandoned = True
+                self._condition.notify_all()
             threads = list(self._threads)
         if not quiet:
             _log.warning("%s: closed while %d native calls are still under way", self._name, self.running)

@@ -1,8 +1,8 @@
 """Removal of payloads that nobody will read, and of tombstones that nobody needs any more.
 
 Owns when a payload counts as an orphan. It is reckoned on this process's monotonic clock from the first time that this
-sweeper saw the payload (or from its age, where the store knows that without comparing clocks of two hosts), so a
-payload lives at least as long as its end record says.
+sweeper saw the payload, or the newest chunk of an unfinished one (or from its age, where the store knows that without
+comparing clocks of two hosts), so a payload lives at least as long as its end record says.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class _Sight:
     tomb_s: float | None = None
     claims: set[str] = field(default_factory=set)
     claimed_s: float = float("-inf")
+    chunks: set[str] = field(default_factory=set)
 
 
 class Sweeper:
@@ -37,7 +38,8 @@ class Sweeper:
         relay: A started relay that can list its keys.
         namespace: First component of every payload prefix that this sweeper cares for.
         clock: All ages are reckoned on it.
-        default_ttl_s: For payloads without an end record: their producer died while it stored them.
+        default_ttl_s: For payloads without an end record, from the last chunk that was stored: their producer died
+            while it stored them. A producer that takes longer for one chunk loses what it has stored.
         tombstone_ttl_s: How long a tombstone stays.
         claim_grace_s: A payload past its ttl is left this long after a new claim record was seen.
         timeout_s: Bound of one sweep.
@@ -117,6 +119,12 @@ class Sweeper:
             if end is not None:
                 sight.ended_s = now - (self._relay.age_s(f"{prefix}/end") or 0.0)
                 sight.ttl_s = end.ttl_s
+        chunks = {name for name in names if name.startswith("c/")}
+        if not chunks <= sight.chunks:
+            # Its producer is still at work: the time of an unfinished payload runs from the last chunk that it stored.
+            fresh = [name for name in names if name in chunks - sight.chunks]
+            sight.first_s = max(sight.first_s, now - self._youngest_s(prefix, fresh))
+            sight.chunks |= chunks
         if "tomb" in names and sight.tomb_s is None:
             sight.tomb_s = now - (self._relay.age_s(f"{prefix}/tomb") or 0.0)
         claims = {name for name in names if name.startswith("claim/")}
