@@ -21,10 +21,10 @@ import xxhash
 
 import moonrelay
 from moonrelay import DiffusionConnector, MoonrelayError, StageHandle, StagePayload
-from moonrelay.connector.runtime import MOVERS, RENEWERS
+from moonrelay.connector.runtime import MOVERS, RENEWERS, STAGERS
 
 #: Threads of pools, which grow to a fixed size as they are first needed.
-POOLED = ("moonrelay-mover", "moonrelay-renew")
+POOLED = ("moonrelay-mover", "moonrelay-stage", "moonrelay-renew")
 
 
 def made(seed: int, shape: list[int], dtype: str) -> torch.Tensor:
@@ -45,7 +45,7 @@ def held() -> dict[str, int]:
     """Return what this process holds of things that must not pile up."""
     gc.collect()
     pooled = [thread for thread in threading.enumerate() if thread.name.startswith(POOLED)]
-    assert len(pooled) <= MOVERS + RENEWERS, "the connector's own pools grew"
+    assert len(pooled) <= MOVERS + STAGERS + RENEWERS, "the connector's own pools grew"
     return {
         "threads": threading.active_count() - len(pooled),
         "fds": len(os.listdir("/proc/self/fd")),

@@ -354,7 +354,7 @@ def test_close_relays_what_is_still_being_digested(make: Make) -> None:
         stop()
         return original(*args)
 
-    producer._outbox._digest = slow  # type: ignore[method-assign]
+    producer._outbox._digest = slow  # type: ignore[method-assign, assignment]
     handle = producer.publish(payload(latents(2 << 20)))
     assert stop.reached.wait(5)
     closing = Call(producer.close)
@@ -923,6 +923,14 @@ def test_leases_follow_the_clock_that_was_given() -> None:
     until(lambda: publication.state is PublicationState.EXPIRED)
     assert pool(producer) == (0, 0)
     producer.close()
+
+
+def test_a_chunk_that_came_too_late_is_told_so_every_time(make: Make) -> None:
+    publication = make().open(payload(latents(), chunks=2))
+    publication.abort("enough")
+    for _ in range(2):
+        with pytest.raises(Aborted, match="enough"):
+            publication.ready(0)
 
 
 # Modes and shapes.

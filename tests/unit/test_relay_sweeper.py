@@ -91,6 +91,21 @@ def test_a_payload_without_end_lives_the_default_and_a_pinned_one_for_ever(
     assert names(relay, clock) == ["ns/pinned/c/0/0", "ns/pinned/end"]
 
 
+def test_an_unfinished_payload_lives_while_chunks_are_being_added(
+    relay: AgedRelay, clock: ManualClock, sweeper: Sweeper
+) -> None:
+    payload = store(relay, clock, "ns/p", None, end=False)
+    buffer = (ctypes.c_char * 10)()
+    for chunk in range(1, 4):
+        sweeper.sweep()
+        clock.advance(90)
+        payload.put_chunk(chunk, [Extent(ctypes.addressof(buffer), 10)], b"", Deadline(10, clock))
+    assert sweeper.sweep() == 0
+    assert payload.get_end(Deadline(10, clock)) is None
+    clock.advance(101)
+    assert sweeper.sweep() == 4
+
+
 def test_ages_count_from_what_the_store_knows(relay: AgedRelay, clock: ManualClock, sweeper: Sweeper) -> None:
     store(relay, clock, "ns/old", 60)
     store(relay, clock, "ns/new", 60)
