@@ -38,7 +38,9 @@ class HoldingProgram:
         ConfigError: ``hold_at`` is out of range.
     """
 
-    def __init__(self, program: StageProgram, hold_at: float, go_on: Callable[[], bool], clock: Clock | None = None) -> None:
+    def __init__(
+        self, program: StageProgram, hold_at: float, go_on: Callable[[], bool], clock: Clock | None = None
+    ) -> None:
         self.hold_at = hold_at
         require_positive(self, "hold_at")
         self.stage = program.stage
