@@ -194,6 +194,26 @@ def test_an_engine_may_fix_the_piece_size():
     assert [one.nbytes for one in engine.operations] == [100, 100, 50]
 
 
+def test_the_first_look_comes_shortly_before_the_end_by_the_pace_seen(rig):
+    nbytes, took_s = 4 << 20, 0.010
+
+    def meanwhile() -> None:
+        if rig.clock.monotonic() >= began + took_s:
+            finish(*rig.engine.running)
+
+    rig.clock.meanwhile = meanwhile
+    looks = []
+    for _ in range(2):
+        began, before = rig.clock.monotonic(), len(rig.clock.waits)
+        rig.pull(nbytes, piecewise=False)
+        looks.append(rig.clock.waits[before:])
+    noticed_s = sum(looks[0])
+    assert looks[0][0] == 50e-6
+    assert looks[1][0] == pytest.approx(0.75 * noticed_s)
+    assert len(looks[1]) < len(looks[0]) / 2
+    assert took_s <= sum(looks[1]) < took_s * 17 / 16 + 1e-3
+
+
 def test_without_work_on_the_pieces_a_move_is_one_read(rig):
     rig.clock.meanwhile = lambda: finish(*rig.engine.running)
     rig.pull(50, 35, piecewise=False)

@@ -25,6 +25,12 @@ _POLL_MIN_S = 50e-6
 _POLL_MAX_S = 1e-3
 #: A pause is this part of the time since the last read ended: what ended is noticed a few percent late, at any size.
 _POLL_PART = 1 / 16
+#: The first pause lasts this part of what a read takes by the fastest pace seen, at most `_FIRST_POLL_MAX_S`: a poll's
+#: work would be taken from the threads that move the bytes.
+_FIRST_POLL_PART = 0.75
+_FIRST_POLL_MAX_S = 20e-3
+#: Calls of fewer bytes say little about the pace.
+_PACE_BYTES = 1 << 20
 #: Largest read where nobody works on pieces as they land: it bounds for how long a call that ended early is not quiet.
 _LARGEST_READ = 256 << 20
 #: Reads of one piece: the first, and one more, since engines fail now and then on a healthy peer.
@@ -57,7 +63,7 @@ class Landing(enum.Enum):
 
 
 class _Piece:
-    __slots__ = ("attempts", "landing", "move", "move_index", "nbytes", "offset", "operation")
+    __slots__ = ("attempts", "began_s", "landing", "move", "move_index", "nbytes", "offset", "operation")
 
     def __init__(self, move: Move, move_index: int, offset: int, nbytes: int) -> None:
         self.move = move
@@ -65,6 +71,7 @@ class _Piece:
         self.offset = offset
         self.nbytes = nbytes
         self.attempts = 0
+        self.began_s = 0.0
         self.landing = Landing.WAITING
         self.operation: Operation | None = None
 
@@ -90,6 +97,7 @@ class Puller:
         self._window = window
         self._piece_bytes = engine.fixed_piece_bytes or piece_bytes
         self._read_bytes = max(_LARGEST_READ, self._piece_bytes)
+        self._pace = 0.0  # seconds per byte; a stale value of another thread does no harm
         self._clock = clock
         self._quarantine = quarantine
 
@@ -129,7 +137,7 @@ class Puller:
         Blocks: until done, or the deadline.
         """
         size = self._piece_bytes if piecewise else self._read_bytes
-        run = _Run(self._engine, peer, self._window, _pieces(moves, size))
+        run = _Run(self._engine, peer, self._window, _pieces(moves, size), self._clock)
         try:
             self._drive(run, deadline, on_landed, cancelled)
         except BaseException as exc:
@@ -148,6 +156,7 @@ class Puller:
         on_landed: Callable[[int, int, int], None] | None,
         cancelled: Callable[[], bool] | None,
     ) -> None:
+        began_s = self._clock.monotonic()
         idle: threading.Condition | None = None
         quiet_since: float | None = None
         while True:
@@ -164,6 +173,7 @@ class Puller:
                     on_landed(landed.move_index, landed.offset, landed.nbytes)
                 continue
             if run.finished:
+                self._learn(run.landed_bytes, self._clock.monotonic() - began_s)
                 return
             if deadline.expired:
                 message = f"{run.landed_bytes} bytes arrived within {deadline.timeout_s} s, not all"
@@ -171,16 +181,26 @@ class Puller:
             now = self._clock.monotonic()
             quiet_since = now if quiet_since is None else quiet_since
             pause = min(max(_POLL_MIN_S, (now - quiet_since) * _POLL_PART), _POLL_MAX_S)
+            pause = max(pause, min(run.head_due(self._pace * _FIRST_POLL_PART) - now, _FIRST_POLL_MAX_S))
             idle = idle or threading.Condition()
             with idle:
                 self._clock.wait(idle, deadline.remaining(pause))
+
+    def _learn(self, nbytes: int, took_s: float) -> None:
+        """Keep the fastest pace, and doubt it a little each time that it was not reached."""
+        if nbytes >= _PACE_BYTES:
+            seen = took_s / nbytes
+            self._pace = min(seen, self._pace * 1.1) if self._pace else seen
 
 
 class _Run:
     """The pieces of one pull: what waits, what flies, what has landed and was not reported."""
 
-    def __init__(self, engine: TransferEngine, peer: EngineAddress, window: int, pieces: Iterator[_Piece]) -> None:
+    def __init__(
+        self, engine: TransferEngine, peer: EngineAddress, window: int, pieces: Iterator[_Piece], clock: Clock
+    ) -> None:
         self.peer = peer
+        self._clock = clock
         self.landed_bytes = 0
         self._engine = engine
         self._window = window
@@ -213,6 +233,7 @@ class _Run:
                 piece.landing = Landing.LANDED
                 return True
             piece.attempts += 1
+            piece.began_s = self._clock.monotonic()
             piece.operation = self._engine.read(
                 self.peer,
                 piece.move.region,
@@ -232,6 +253,11 @@ class _Run:
         if self._unreported and self._unreported[0].landing is Landing.LANDED:
             return self._unreported.popleft()
         return None
+
+    def head_due(self, pace: float) -> float:
+        """Return when the read that was begun first would end at ``pace``, in seconds per byte."""
+        head = self._flying[0] if self._flying else None
+        return 0.0 if head is None else head.began_s + head.nbytes * pace
 
     def running(self) -> list[Operation]:
         """Return the reads that are not terminal."""
