@@ -72,7 +72,7 @@ def test_rounds_without_a_count_are_bounded_on_both_sides():
     assert sum(number >= 0 for number in rounds(None, 1.0, clock)) == MAX_ROUNDS
 
 
-def test_contenders_take_turns_and_each_round_begins_with_another():
+def test_each_round_has_every_contender_once_in_an_order_drawn_anew():
     order: list[str] = []
     seconds = itertools.count()
 
@@ -83,9 +83,12 @@ def test_contenders_take_turns_and_each_round_begins_with_another():
 
         return run
 
-    taken = take_turns({name: contender(name) for name in "abc"}, iter([-1, 0, 1]))
-    assert order == [*"cab", *"abc", *"bca"]
-    assert taken == {"a": [3.0, 8.0], "b": [4.0, 6.0], "c": [5.0, 7.0]}
+    taken = take_turns({name: contender(name) for name in "abc"}, iter(range(-1, 40)))
+    in_rounds = ["".join(order[at : at + 3]) for at in range(0, len(order), 3)]
+    assert len(in_rounds) == 41
+    assert {*map("".join, itertools.permutations("abc"))} == set(in_rounds)
+    assert sorted(itertools.chain(*taken.values())) == [float(at) for at in range(3, 123)]
+    assert all(3 * number + 3 <= took < 3 * number + 6 for times in taken.values() for number, took in enumerate(times))
 
 
 def test_ratios_are_of_medians_and_their_spread_is_of_single_rounds():

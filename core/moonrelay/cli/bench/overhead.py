@@ -10,7 +10,7 @@ What is timed, on the monotonic clock that all processes of a machine share:
   acknowledgement, one read at a time.
 - memcpy: one ``memmove`` of that size in the consumer, on one thread, from its own memory into the same destination.
 
-All pages were touched before. Every round runs each of them once, beginning with another one each time.
+All pages were touched before. Every round runs each of them once, in an order drawn anew.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +64,7 @@ def rounds(count: int | None, budget_s: float, clock: Clock) -> Iterator[int]:
 
 
 def take_turns(contenders: Mapping[str, Callable[[int], float]], numbers: Iterator[int]) -> dict[str, list[float]]:
-    """Let every contender run once per round, each round beginning with another one.
+    """Let every contender run once per round, in an order drawn anew: what one leaves in the caches favours no other.
 
     Args:
         contenders: By name, what runs one contender once (given the round's number) and returns the seconds it took.
@@ -74,9 +75,9 @@ def take_turns(contenders: Mapping[str, Callable[[int], float]], numbers: Iterat
     """
     names = list(contenders)
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    draw = random.Random(0)
     for number in numbers:
-        first = number % len(names)
-        for name in (*names[first:], *names[:first]):
+        for name in draw.sample(names, len(names)):
             took = contenders[name](number)
             if number >= 0:
                 seconds[name].append(took)
