@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from moonrelay.cli.bench.link import Offer, Offered, Setup
 from moonrelay.cli.bench.raw import raw_engine
 from moonrelay.cli.bench.sides import Consumer
 from moonrelay.errors import ConfigError, IntegrityError
+from support.segments import abandoned_segments
 
 pytestmark = pytest.mark.processes
 ENGINES = ["shm", pytest.param("mooncake", marks=pytest.mark.mooncake)]
@@ -44,9 +44,9 @@ def test_the_report_has_a_row_for_each_size_and_integrity(name: str, engine: str
 
 
 def test_nothing_is_left_behind() -> None:
-    before = set(Path("/dev/shm").glob("moonrelay-te-*"))
+    before = abandoned_segments()
     bench("overhead", "--engine", "shm", "--sizes", "4KiB", "--rounds", "1")
-    assert set(Path("/dev/shm").glob("moonrelay-te-*")) <= before
+    assert abandoned_segments() <= before
 
 
 def test_other_bytes_than_were_offered_end_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from moonrelay.relay.cluster import MooncakeCluster
 from moonrelay.relay.local import LocalRelay
 from moonrelay.relay.mooncake_store import MooncakeRelay
 from support.processes import PeerPool, PeerProcess
+from support.segments import segments_of
 
 pytestmark = pytest.mark.processes
 
@@ -364,7 +365,7 @@ def _leaves_the_baseline(cycle: Callable[[int], None], peers: list[PeerProcess],
     with _store(url) as keys:
 
         def holds() -> tuple[list[dict[str, int]], set[str]]:
-            return [peer.do("held") for peer in peers], _segments()
+            return [peer.do("held") for peer in peers], segments_of(peer.pid for peer in peers)
 
         # Other tests that killed their producers may have left records in a shared store; no cycle adds any.
         _settle(lambda: not [key for key in keys() if "/c/" in key])
@@ -387,14 +388,14 @@ def _leaves_the_baseline(cycle: Callable[[int], None], peers: list[PeerProcess],
 
 
 def test_a_killed_process_leaves_no_shared_memory_for_long(start: Start) -> None:
-    before = _segments()
     producer = start("denoise", "shm")
     producer.do("publish", name="r", seed=1, shape=SHAPE)
-    assert _segments() > before
+    assert segments_of([producer.pid])
     producer.kill()
+    assert segments_of([producer.pid])
     # The next process of this user sweeps what a dead one left.
     start("denoise", "shm").do("publish", name="r", seed=1, shape=[8])
-    assert len(_segments() - before) == 1
+    assert not segments_of([producer.pid])
 
 
 @contextlib.contextmanager
@@ -406,10 +407,6 @@ def _store(url: str) -> Iterator[Callable[[], list[str]]]:
         yield lambda: relay.keys("moonrelay/", Deadline(20.0, SystemClock()))
     finally:
         relay.close()
-
-
-def _segments() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("moonrelay-te-")}
 
 
 def _settle(done: Callable[[], bool]) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from support.segments import abandoned_segments
+
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.model,
@@ -150,14 +152,14 @@ def test_a_killed_decode_worker_changes_nothing(start: Callable[..., Demo]) -> N
 
 
 def test_a_killed_encode_worker_with_the_other_parts(start: Callable[..., Demo]) -> None:
-    shared_memory = set(os.listdir("/dev/shm"))
+    abandoned = abandoned_segments()
     demo = start("--requests=1", "--kill=encode", "--engine=shm", "--store=local", "--json")
     code, out, err = demo.finish()
     assert code == 0, err
     summary = check_summary(demo, out, requests=1)
     assert summary["killed"]["request_id"] == "r01"
     assert summary["requests"][0]["stages"]["encode"]["attempt"] == 2
-    assert {name for name in os.listdir("/dev/shm") if name.startswith("moonrelay-te-")} <= shared_memory
+    assert abandoned_segments() <= abandoned
 
 
 def test_the_store_takes_it_all_and_the_one_of_two_that_has_the_job_is_killed(start: Callable[..., Demo]) -> None:
