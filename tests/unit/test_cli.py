@@ -229,3 +229,22 @@ def test_adapters_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0
     assert "third-party 1.2" in result.output
     assert "libx.so.1" in result.output
+
+
+def test_an_adapter_without_its_host_is_not_called_ok(monkeypatch: pytest.MonkeyPatch) -> None:
+    from moonrelay.cli.adapters import why_unavailable
+    from moonrelay.cli.probes import PluginState
+
+    state = PluginState(
+        group="moonrelay.adapters",
+        name="diffusers",
+        target="",
+        distribution="moonrelay",
+        version=None,
+        built_in=True,
+        error=None,
+        shadowed=(),
+    )
+    assert why_unavailable(state) is None
+    monkeypatch.setattr("moonrelay_diffusers.plugin.find_spec", lambda name: None if name == "diffusers" else object())
+    assert "pip install 'moonrelay[diffusers]'" in str(why_unavailable(state))

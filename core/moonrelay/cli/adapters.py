@@ -1,6 +1,7 @@
 """``moonrelay adapters``: every part that can be chosen by name, who provides it, and whether it loads.
 
-Owns the list's rendering only; the look-up is `moonrelay.cli.probes`, in processes of their own.
+Owns the list's rendering, and the question to each adapter whether its host is there; the look-up is
+`moonrelay.cli.probes`, in processes of their own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Annotated
 import typer
 
 from moonrelay.cli.probes import Machine, PluginState
+from moonrelay.plugins import ADAPTERS, Registry
 
 
 def adapters(
@@ -19,9 +21,26 @@ def adapters(
     """List adapters, engines, relays, queues, policies and observers, and whether they load."""
     states = Machine().plugins()
     if as_json:
-        typer.echo(json.dumps({"plugins": [state.as_dict() for state in states]}, indent=2))
+        plugins = [{**state.as_dict(), "unavailable": why_unavailable(state)} for state in states]
+        typer.echo(json.dumps({"plugins": plugins}, indent=2))
         return
     _show(states)
+
+
+def why_unavailable(state: PluginState) -> str | None:
+    """Return why an adapter that loads cannot be used here, as it says itself; ``None`` where nothing is wrong.
+
+    Only adapters are asked, and only for a method ``available() -> (bool, reason)``; one without it counts as usable.
+    """
+    if state.group != ADAPTERS or state.error is not None:
+        return None
+    try:
+        adapter = Registry(ADAPTERS).load(state.name)
+        ask = getattr(adapter() if isinstance(adapter, type) else adapter, "available", None)
+        usable, reason = ask() if ask is not None else (True, "")
+    except Exception as exc:  # noqa: BLE001 - foreign code: a broken plugin hurts only its own line
+        return f"it cannot say whether it is usable: {type(exc).__name__}: {exc}"
+    return None if usable else str(reason)
 
 
 def _show(states: list[PluginState]) -> None:
@@ -34,7 +53,8 @@ def _show(states: list[PluginState]) -> None:
         table.add_column(heading, overflow="fold")
     for state in states:
         source = f"{state.distribution} {state.version or ''}".strip()
-        verdict = Text("ok", style="green") if state.error is None else Text(state.error, style="red")
+        problem = state.error or why_unavailable(state)
+        verdict = Text("ok", style="green") if problem is None else Text(problem, style="red")
         if state.shadowed:
             verdict.append(f" (also claimed by {', '.join(state.shadowed)}, not used)", style="yellow")
         table.add_row(state.group.removeprefix("moonrelay."), state.name, source, verdict)

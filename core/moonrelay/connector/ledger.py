@@ -245,7 +245,6 @@ class Ledger:
         with self.changed:
             entry.moving = False
             if moved:
-                entry.in_relay = True
                 entry.spill_at = None
             elif failed:
                 pause_s = min(RETRY_S * 2**entry.failed_moves, RETRY_MAX_S)

@@ -79,11 +79,6 @@ class Placement:
         """Bytes that had to be copied because they did not lie in registered memory."""
         return sum(leaf.spec.nbytes for leaf in self.leaves if leaf.staged)
 
-    @property
-    def direct(self) -> bool:
-        """Whether every leaf can be read by a peer."""
-        return all(leaf.region is not None for leaf in self.leaves)
-
     def stage(self, chunk: int) -> None:
         """Copy one chunk of the leaves that need it; after this the chunk's bytes are final in the served memory."""
         for leaf in self.leaves:
@@ -116,7 +111,7 @@ class Placement:
         return parts
 
     def locations(self) -> tuple[TensorLocation, ...]:
-        """Return where a peer finds the leaves. Only when `direct`."""
+        """Return where a peer finds the leaves. Only where all of them lie in registered memory."""
         return tuple(
             TensorLocation(region=leaf.region, address=leaf.address) for leaf in self.leaves if leaf.region is not None
         )

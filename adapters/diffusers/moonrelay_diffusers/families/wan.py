@@ -79,10 +79,6 @@ class WanGeometry:
         frames = (params.num_frames - 1) // self.temporal + 1
         return (1, self.channels, frames, params.height // self.spatial, params.width // self.spatial)
 
-    def frames_after(self, latent_frames: int) -> int:
-        """Return how many frames the first so many latent frames make."""
-        return 0 if latent_frames == 0 else (latent_frames - 1) * self.temporal + 1
-
 
 class WanFamily:
     """Wan text-to-video."""

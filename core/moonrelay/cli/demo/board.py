@@ -5,7 +5,6 @@ Owns the state that display, timeline and summary read. No thread, clock or proc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -168,11 +167,6 @@ class Board:
             row.state = "done"
         elif event.kind in _BROKEN_OFF:
             self._broken_off(row, cell, event)
-
-    def apply_all(self, events: Iterable[QueueEvent]) -> None:
-        """Take note of several events."""
-        for event in events:
-            self.apply(event)
 
     def _claimed(self, row: RequestRow, cell: StageCell, event: QueueEvent) -> None:
         worker = short_name(event.worker)
