@@ -1,0 +1,1 @@
+"""The corpus: payloads with their right outcomes, and lease scenarios, as versioned JSON."""

@@ -1,0 +1,1 @@
+"""The protocols that a target implements: host adapters, transfer engines, relays and queues."""
