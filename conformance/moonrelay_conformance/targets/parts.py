@@ -71,9 +71,14 @@ class RelayTarget(Target):
 
 
 class QueueTarget(Target):
-    """A queue under test."""
+    """A queue under test.
+
+    Attributes:
+        takes_clock: Whether `open` goes by the clock given. Where the time is a server's, the suite waits instead.
+    """
 
     kind: ClassVar[str] = "queue"
+    takes_clock: ClassVar[bool] = True
 
     @abstractmethod
     def url(self, folder: Path) -> str:
