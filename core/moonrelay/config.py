@@ -163,6 +163,12 @@ def from_environment(name: str) -> str | None:
     return os.environ.get(f"MOONRELAY_{name}") or None
 
 
+def child_environment(added: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for a child that is told everything: ours without ``MOONRELAY_*``, and ``added``."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MOONRELAY_")}
+    return {**kept, **added}
+
+
 def default_environment(values: Mapping[str, str]) -> None:
     """Set variables that a native library reads at import, unless the user set them already."""
     for name, value in values.items():

@@ -131,6 +131,13 @@ class DiffusionConnector:
         """
         return self._outbox.publish(payload, chunks_follow=True, snapshot=False)
 
+    def abort(self, handle: StageHandle | bytes, reason: str) -> None:
+        """Give up a payload that this connector published: readers get `Aborted` with ``reason``.
+
+        Idempotent; no effect on a payload that has ended, or is another connector's. Returns at once.
+        """
+        self._outbox.abort(_as_handle(handle).id, reason)
+
     def empty(self, shape: Iterable[int], *, dtype: torch.dtype, device: str | None = None) -> torch.Tensor:
         """Allocate a tensor in registered memory: publishing it copies nothing.
 
@@ -273,6 +280,19 @@ class DiffusionConnector:
             self._runtime.data()
         if self.settings.relays:
             self._runtime.relay()
+
+    def in_use(self) -> Mapping[str, int]:
+        """Return what this connector holds for payloads now; all zero when nothing is under way.
+
+        Returns:
+            ``payloads`` published and not ended; ``slots`` of pool memory, also of tensors that were handed out;
+            ``claims`` that have not ended.
+        """
+        with self._lock:
+            claims = len(self._claims)
+        with self._outbox.ledger.changed:
+            payloads = len(self._outbox.ledger.entries())
+        return {"payloads": payloads, "slots": self._runtime.live_slots, "claims": claims}
 
     def close(self) -> None:
         """End the connector. Idempotent. Blocks: up to ``drain_timeout_s`` and a few seconds.

@@ -217,6 +217,12 @@ class Runtime:
             raise
         return relay
 
+    @property
+    def live_slots(self) -> int:
+        """Pieces of pool memory that somebody holds; 0 where no pool was needed yet."""
+        data = self._data
+        return 0 if data is None else data.arena.live_slots
+
     # -- work -----------------------------------------------------------------------------------------------------
 
     def submit(self, work: Callable[[], None]) -> None:
