@@ -43,7 +43,7 @@ class InstalledEngine(EngineTarget):
         return declared(*self.operations, *foreign)
 
     def distribution(self) -> str:
-        info = Registry(TRANSFERS).info(self.name)
+        info = Registry(TRANSFERS).describe_one(self.name)
         return f"{info.distribution} {info.version}" if info.version else info.distribution
 
     def config(self, folder: Path, **changes: object) -> TransferConfig:

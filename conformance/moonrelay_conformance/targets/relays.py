@@ -127,7 +127,7 @@ class InstalledRelay(RelayTarget):
         return declared(*self.operations)
 
     def distribution(self) -> str:
-        info = Registry(RELAYS).info(self.name)
+        info = Registry(RELAYS).describe_one(self.name)
         return f"{info.distribution} {info.version}" if info.version else info.distribution
 
     def ground(self, folder: Path, *, capacity_bytes: int) -> RelayGround:
