@@ -1,6 +1,6 @@
 # The few commands there are. Each makes .venv first, which takes minutes once and nothing afterwards.
 #   make demo  [ARGS="--kill denoise"]     make bench [ARGS="overhead --json"]     make test [PYTEST="-k lease"]
-.PHONY: help setup demo test lint unit wheel docs bench doctor clean
+.PHONY: help setup demo test lint unit wheel docs bench doctor conformance matrix clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 ARGS ?=
@@ -11,6 +11,8 @@ help:
 	@echo 'make demo    prompts become videos in three pools of processes; ARGS="--kill decode", "--transfer-mode store" ...'
 	@echo 'make test    lint, types, all tests, then the wheel and its tests'
 	@echo 'make lint    ruff and mypy alone          make unit   the fast tests alone'
+	@echo 'make conformance  the suite against all that is here; ARGS="engine:shm --level L1" against one thing'
+	@echo 'make matrix  write conformance/matrix.md from the reports of make conformance'
 	@echo 'make docs    write docs/reference from the docstrings'
 	@echo 'make bench   measure on this machine      make doctor what is installed and reachable'
 	@echo 'make clean   delete .venv and all that was built'
@@ -42,6 +44,12 @@ test: lint
 
 wheel: setup
 	$(BIN)/nox --session wheel
+
+conformance: setup
+	$(if $(ARGS),$(BIN)/moonrelay conformance $(ARGS),$(BIN)/nox --session conformance matrix)
+
+matrix: setup
+	$(BIN)/nox --session matrix -- --update
 
 docs: setup
 	$(BIN)/python tools/make_reference.py
