@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from moonrelay_conformance.suites.queue_claims import Claims
+from moonrelay_conformance.suites.queue_order import Order, Rewinds
+from moonrelay_conformance.suites.queue_requests import Requests
 
-from moonrelay_conformance.suites.base import Suite
 
-
-class QueueConformance(Suite):
-    """What every queue must do."""
-
-    kind: ClassVar[str] = "queue"
+class QueueConformance(Requests, Claims, Order, Rewinds):
+    """What every queue must do: see the modules that it is made of, one for each group of promises."""
