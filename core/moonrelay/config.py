@@ -91,6 +91,9 @@ class ControlConfig:
         peer_timeout_s: A peer that gave no sign of life for this long is lost.
         renew_s: Pause between two renewals of a claim.
         claim_ttl_s: A claim that was not renewed for this long is given up by its owner.
+        options: For tests: ``{"drop": ["send:ack:2", "receive:granted"]}`` loses the first two acknowledgements that
+            this side sends and the first grant that it receives; ``all`` as the number loses every one. The words are
+            the messages' names on the wire.
     """
 
     bind_host: str = "127.0.0.1"
@@ -98,6 +101,7 @@ class ControlConfig:
     peer_timeout_s: float = 5.0
     renew_s: float = 1.0
     claim_ttl_s: float = 5.0
+    options: Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_positive(self, "retry_s", "peer_timeout_s", "renew_s", "claim_ttl_s")

@@ -47,6 +47,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
                 "local": "moonrelay.relay.local:LocalRelay",
                 "mooncake": "moonrelay.relay.mooncake_store:MooncakeRelay",
                 "memory": "moonrelay.relay.memory:MemoryRelay",
+                "faulty": "moonrelay.relay.faulty:FaultyRelay",
             }
         ),
         QUEUES: MappingProxyType(

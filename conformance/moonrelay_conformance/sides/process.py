@@ -90,7 +90,7 @@ class SideProcess:
             stderr=log,
             cwd=folder or "/",
             env=child_environment({**added, **(env or {})}),
-            # A group of its own: an interrupt from the terminal reaches the suite alone, and `kill` the side's children.
+            # A group of its own: the terminal's interrupt reaches the suite alone, and `kill` the side's children too.
             process_group=0,
         )
         self._stopped = False

@@ -19,6 +19,7 @@ from moonrelay import plugins
 from moonrelay.clock import Clock, Deadline
 from moonrelay.connector.settings import ConnectorSettings
 from moonrelay.control.channel import Handler, PeerChannel
+from moonrelay.control.lossy import losses
 from moonrelay.control.messages import Push
 from moonrelay.errors import ClosedError, MoonrelayError
 from moonrelay.events import Event, EventBus, EventName
@@ -154,12 +155,17 @@ class Runtime:
         with self._lock:
             self._check_open()
             if self._channel is None:
+                lost = losses(self.settings.control.options)
+                if lost is not None:
+                    words = ", ".join(self.settings.control.options["drop"])
+                    logger.warning("%s: control messages are lost on purpose: %s", self.settings.role, words)
                 channel = PeerChannel(
                     self.settings.control,
                     auth_key=self.settings.auth_key,
                     clock=self.clock,
                     handler=self.handler,
                     on_push=self.on_push,
+                    drop=lost,
                     name=self.settings.role,
                     advertise_host=self.settings.transfer.hostname,
                 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from moonrelay import config
 from moonrelay.config import ControlConfig, StoreConfig, TransferConfig
+from moonrelay.control.lossy import losses
 from moonrelay.errors import ConfigError
 
 MODES = ("p2p", "store", "auto")
@@ -93,12 +94,14 @@ def make_settings(
     if not isinstance(control_config, ControlConfig):
         # One numeric address serves both planes unless the user separates them.
         control_config = {"bind_host": transfer.hostname, **(control_config or {})}
+    control = config.build(ControlConfig, control_config, env_prefix="CONTROL")
+    losses(control.options)
     return ConnectorSettings(
         role=role,
         mode=mode,
         transfer=transfer,
         store=config.build(StoreConfig, store_config, env_prefix="STORE"),
-        control=config.build(ControlConfig, control_config, env_prefix="CONTROL"),
+        control=control,
         lease_ttl_s=float(lease_ttl_s),
         spill_after_s=float(spill_after_s),
         drain_timeout_s=float(drain_timeout_s),
