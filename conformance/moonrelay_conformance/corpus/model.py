@@ -266,26 +266,14 @@ VERBS: Final[dict[str, tuple[str, ...]]] = {
 
 #: What of a step must be given, beside ``expect``.
 _NEEDS: Final[dict[str, tuple[str, ...]]] = {
-    **{verb: ("side", "name") for verb in ("publish", "open")},
+    **dict.fromkeys(("publish", "open"), ("side", "name")),
     "claim": ("side", "of", "name"),
-    **{
-        verb: ("side", "of")
-        for verb in (
-            "ready",
-            "abort",
-            "receive",
-            "read",
-            "next_chunk",
-            "ack",
-            "nack",
-            "release",
-            "status",
-            "recheck",
-            "edit",
-        )
-    },
+    **dict.fromkeys(
+        ("ready", "abort", "receive", "read", "next_chunk", "ack", "nack", "release", "status", "recheck", "edit"),
+        ("side", "of"),
+    ),
     "until_status": ("side", "of", "state", "within_s"),
-    **{verb: ("side",) for verb in ("kill", "stop", "go_on", "restart")},
+    **dict.fromkeys(("kill", "stop", "go_on", "restart"), ("side",)),
     "pass_time": ("seconds",),
     "reuse": ("side", "bytes"),
     "begin": ("side", "step"),
