@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from moonrelay_conformance.suites.adapter.base import AdapterSuite
+from moonrelay_conformance.suites.adapter.cases import CorpusTests
+from moonrelay_conformance.suites.adapter.leases import LeaseTests
+from moonrelay_conformance.suites.adapter.scenarios import ScenarioTests
 
 __all__ = ["AdapterConformance"]
 
 
-class AdapterConformance(AdapterSuite):
+class AdapterConformance(CorpusTests, ScenarioTests, LeaseTests):
     """What every host adapter must pass. Subclass it and set ``target``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -67,6 +67,8 @@ class Actor:
         self.name = name
         self.settings = settings
         self.used = 0
+        #: Another one after each start.
+        self.life = ""
         self._stage = stage
         self._process: SideProcess | None = None
         self._stands = False
@@ -77,6 +79,7 @@ class Actor:
         if self._process is None:
             self._process = self._stage.begin(self.settings)
             self._stands = False
+            self.life = self._stage.name("life")
         return self._process
 
     @property
@@ -89,17 +92,22 @@ class Actor:
         """Whether it was stopped by SIGSTOP."""
         return self._stands
 
-    def do(self, op: str, *, answer_s: float = CALL_S, **arguments: Any) -> Any:
-        """Order and wait. A side that does not answer by ``answer_s`` + `GRACE_S` hangs: it is killed.
+    def do(self, op: str, *, answer_s: float | None = None, **arguments: Any) -> Any:
+        """Order and wait. A side that does not answer hangs: it is killed.
+
+        Args:
+            op: Operation of the side's runner.
+            answer_s: The operation's deadline, ``timeout_s`` by default; the answer may come `GRACE_S` later.
+            **arguments: The operation's arguments.
 
         Raises:
             MoonrelayError: The side's typed error.
             SideFailed: An untyped one.
             SideHung, SideEnded: No answer; the side is started anew when next used.
         """
-        process = self.process
+        own_s = answer_s or arguments.get("timeout_s") or CALL_S
         try:
-            return process.do(op, timeout_s=answer_s + GRACE_S, **arguments)
+            return self.process.do(op, within_s=own_s + GRACE_S, **arguments)
         except (SideHung, SideEnded):
             self.kill()
             raise
@@ -111,7 +119,7 @@ class Actor:
     def answer(self, *, answer_s: float = CALL_S) -> Any:
         """Wait for the answer to `send`; raises as `do`."""
         try:
-            return self.process.answer(timeout_s=answer_s + GRACE_S)
+            return self.process.answer(answer_s + GRACE_S)
         except (SideHung, SideEnded):
             self.kill()
             raise
@@ -139,8 +147,8 @@ class Actor:
 
     def receive(self, sent: Sent, *, timeout_s: float = CALL_S, name: str | None = None) -> dict[str, Any]:
         """Take a payload over; return what the side says of it, among it its ``digest``."""
-        kept = {} if name is None else {"name": name}
-        answer: dict[str, Any] = self.do("receive", ticket=sent.ticket, timeout_s=timeout_s, answer_s=timeout_s, **kept)
+        kept: dict[str, Any] = {} if name is None else {"name": name}
+        answer: dict[str, Any] = self.do("receive", ticket=sent.ticket, timeout_s=timeout_s, **kept)
         return answer
 
     def takes(self, sent: Sent, *, timeout_s: float = CALL_S) -> None:
@@ -151,21 +159,21 @@ class Actor:
     def claim(self, sent: Sent, *, timeout_s: float = CALL_S) -> str:
         """Claim a payload; return the claim's name."""
         name = self._stage.name("c")
-        self.do("claim", name=name, ticket=sent.ticket, timeout_s=timeout_s, answer_s=timeout_s)
+        self.do("claim", name=name, ticket=sent.ticket, timeout_s=timeout_s)
         return name
 
     def read(self, claim: str, *, timeout_s: float = CALL_S) -> str:
         """Read a claimed payload whole; return its digest."""
-        return str(self.do("read", name=claim, timeout_s=timeout_s, answer_s=timeout_s)["digest"])
+        return str(self.do("read", name=claim, timeout_s=timeout_s)["digest"])
 
     def next_chunk(self, claim: str, *, timeout_s: float = CALL_S) -> tuple[int, str] | None:
         """Read the next chunk; return its number and digest, ``None`` at the end."""
-        answer = self.do("next_chunk", name=claim, timeout_s=timeout_s, answer_s=timeout_s)
+        answer = self.do("next_chunk", name=claim, timeout_s=timeout_s)
         return None if answer.get("end") else (answer["index"], answer["digest"])
 
     def ack(self, claim: str, *, timeout_s: float = CALL_S) -> None:
         """Acknowledge."""
-        self.do("ack", name=claim, timeout_s=timeout_s, answer_s=timeout_s)
+        self.do("ack", name=claim, timeout_s=timeout_s)
 
     def nack(self, claim: str) -> None:
         """Give a claim back."""
@@ -202,7 +210,6 @@ class Actor:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            self._stage.broke()
         self._stands = False
 
     def stop(self) -> None:
@@ -220,14 +227,14 @@ class Actor:
         self.kill()
         self.process  # noqa: B018 - starts it
 
-    def end(self) -> None:
-        """Close the side and give its process up."""
+    def leave(self) -> SideProcess | None:
+        """Close the side; return its process where another side may have it."""
         process, self._process = self._process, None
-        if process is not None:
-            if self._stands:
-                process.go_on()
-            process.end()
         self._stands = False
+        if process is None or process.reset():
+            return process
+        process.kill()
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +278,8 @@ class Stage:
         self._actors: dict[bytes, Actor] = {}
         self._turn = itertools.count(1)
         self._names = itertools.count(1)
-        self._met: set[tuple[int, int]] = set()
+        self._met: set[tuple[str, str]] = set()
+        self._spare: list[SideProcess] = []
 
     def name(self, prefix: str) -> str:
         """Return a name that was not used before."""
@@ -306,18 +314,22 @@ class Stage:
     def _make_room(self) -> None:
         while len(self._actors) >= WARM:
             key = min(self._actors, key=lambda one: self._actors[one].used)
-            self._actors.pop(key).end()
+            process = self._actors.pop(key).leave()
+            if process is not None:
+                self._spare.append(process)
 
     def begin(self, settings: SideSettings) -> SideProcess:
-        """Start a side. Blocks: seconds."""
-        return self._pool.start(self.target.side, settings)
-
-    def broke(self) -> None:
-        """Take note that a side was killed."""
+        """Start a side. Blocks: seconds where no process is free."""
+        if not self._spare:
+            return self._pool.start(self.target.side, settings)
+        process = self._spare.pop()
+        process.do("start", side=self.target.side, settings=msgspec.to_builtins(settings))
+        return process
 
     def acquaint(self, producer: Actor, consumer: Actor) -> None:
-        """Let a consumer take one small payload from a producer, unless it did: what both keep from then on is there."""
-        pair = (producer.process.pid, consumer.process.pid)
+        """Let a consumer take one small payload from a producer, unless it did, so that what both keep is there."""
+        producer.process, consumer.process  # noqa: B018 - starts them
+        pair = (producer.life, consumer.life)
         if pair in self._met:
             return
         consumer.takes(producer.publish())
@@ -346,6 +358,21 @@ class Stage:
             for name, held in left.items()
         )
 
+    def drain(self, producer: Actor, sent: Sent) -> None:
+        """Take a payload over for no other reason than that its adapter has no other way to drop it."""
+        settings = msgspec.structs.replace(producer.settings, role="consumer", faults=Faults())
+        fields = {name: getattr(settings, name) for name in settings.__struct_fields__}
+        for own in ("role", "route", "extra"):
+            fields.pop(own)
+        self.actor("consumer", producer.settings.route, fields).receive(sent)
+
+    def retire(self, *actors: Actor) -> None:
+        """End sides that no other test is to use, e.g. because their faults have happened."""
+        for key in [key for key, actor in self._actors.items() if actor in actors]:
+            process = self._actors.pop(key).leave()
+            if process is not None:
+                self._spare.append(process)
+
     def supports(self, *capabilities: Capability) -> bool:
         """Return whether the target declares all of ``capabilities``."""
         return self.target.supports(*capabilities)
@@ -356,6 +383,7 @@ class Stage:
             if actor.stands:
                 actor.go_on()
         self._actors.clear()
+        self._spare.clear()
         self._pool.take_back()
 
 
@@ -369,28 +397,43 @@ def until(predicate: Callable[[], bool], within_s: float, *, step_s: float = 0.0
     return True
 
 
+def refusal(act: Callable[[], object]) -> MoonrelayError | None:
+    """Run ``act``; return the side's typed error, ``None`` where there was none.
+
+    Raises:
+        SideFailed, SideHung, SideEnded: There was another failure.
+    """
+    try:
+        act()
+    except (SideFailed, SideHung, SideEnded):
+        raise
+    except MoonrelayError as exc:
+        return exc
+    return None
+
+
 def outcome(act: Callable[[], object]) -> str:
     """Run ``act`` and return how it ended: ``ok``, ``refused:<code>``, ``untyped: ...``, ``hang`` or ``ended``."""
     try:
-        act()
+        error = refusal(act)
     except SideHung:
         return "hang"
     except SideEnded:
         return "ended"
     except SideFailed as exc:
-        return f"untyped: {exc}"
-    except MoonrelayError as exc:
-        return f"refused:{exc.code}"
-    return "ok"
+        return f"untyped: {exc.message}"
+    return "ok" if error is None else f"refused:{error.code}"
 
 
-def seconds(act: Callable[[], object]) -> tuple[str, float]:
+def answer_of(actor: Actor, *, answer_s: float = CALL_S) -> tuple[str, str]:
+    """Wait for the answer to what was sent; return its `outcome` and, where it was ``ok``, the digest delivered."""
+    got: list[str] = []
+    observed = outcome(lambda: got.append(actor.answer(answer_s=answer_s)["digest"]))
+    return observed, "".join(got)
+
+
+def timed(act: Callable[[], object]) -> tuple[str, float]:
     """Return `outcome`, and how long it took."""
     began = time.monotonic()
     ended = outcome(act)
     return ended, time.monotonic() - began
-
-
-def codes(*names: str) -> Sequence[str]:
-    """Return the outcomes that are refusals with one of these codes."""
-    return tuple(f"refused:{name}" for name in names)
