@@ -66,7 +66,12 @@ class Targets:
             if rest not in self._registries[kind].names():
                 raise ConfigError(self._unknown(name, self.names()), field="name")
             return self._named(kind, rest)
-        return _of_path(name)
+        try:
+            return _of_path(name)
+        except ConfigError:
+            if difflib.get_close_matches(name, self.names(), n=1, cutoff=0.8):
+                raise ConfigError(self._unknown(name, self.names()), field="name") from None
+            raise
 
     def _bare(self, name: str) -> Target:
         kinds = [kind for kind, registry in self._registries.items() if name in registry.names()]

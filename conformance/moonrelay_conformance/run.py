@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import io
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TextIO
 
 from moonrelay.errors import MoonrelayError
-from moonrelay_conformance.results import Level, Report
+from moonrelay_conformance.results import Level, Report, Result
 
 if TYPE_CHECKING:
     from moonrelay_conformance.recording import Progress
@@ -77,7 +78,7 @@ def run(
         RunInterrupted: Ctrl-C or SIGTERM.
 
     Blocks: minutes.
-    Threads: one run at a time in a process, runs inside of runs apart; it replaces ``sys.stdout`` meanwhile.
+    Threads: one run at a time in a process, runs inside of runs apart.
     """
     import pytest
 
@@ -90,7 +91,7 @@ def run(
         levels=tuple(level for level in Level if level in chosen),
         select=tuple(select),
         pool=pool,
-        progress=progress,
+        progress=_Aloud(progress, sys.stdout) if progress is not None else None,
     )
     with tempfile.TemporaryDirectory(prefix="moonrelay-conformance-") as made:
         folder = Path(made).resolve()
@@ -105,6 +106,26 @@ def run(
     if report is None or code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RunBroken(_why(handover.problems, shown.getvalue()), target=target.name)
     return report
+
+
+class _Aloud:
+    """Progress that writes where the caller does, not where pytest is made to write."""
+
+    def __init__(self, progress: Progress, out: TextIO) -> None:
+        self._progress = progress
+        self._out = out
+
+    def begun(self, total: int) -> None:
+        with contextlib.redirect_stdout(self._out):
+            self._progress.begun(total)
+
+    def running(self, check: str) -> None:
+        with contextlib.redirect_stdout(self._out):
+            self._progress.running(check)
+
+    def ended(self, result: Result, details: str) -> None:
+        with contextlib.redirect_stdout(self._out):
+            self._progress.ended(result, details)
 
 
 class Runner(Protocol):

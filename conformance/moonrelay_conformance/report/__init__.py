@@ -1,1 +1,1 @@
-"""Reports that people read: tables in Markdown and HTML, and the matrix of several targets."""
+"""Reports for people: the terminal, one page, the matrix of several reports, and its committed form."""
