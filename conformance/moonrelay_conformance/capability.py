@@ -70,6 +70,7 @@ class Capability(enum.StrEnum):
     # Parts: engines, relays and queues.
     PROCESSES = "processes"  # reaches another process
     FOREIGN_MEMORY = "foreign_memory"  # registers memory that it did not allocate
+    LIVES = "lives"  # an engine tells two lives of one address apart by itself, by the nonce
     DURABLE = "durable"  # what was stored survives the process that stored it
     LISTING = "listing"  # keys can be listed
 

@@ -1,6 +1,6 @@
 """What the tests of engines work with: engines that are closed again, memory with known bytes, peers in processes.
 
-Owns the life of all of it. Two engines are shared by the tests of one run, since starting one may cost a second.
+Owns the life of all of it. Three engines are shared by the tests of one run, since starting one may cost a second.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,11 +23,12 @@ from moonrelay.transfer.base import Operation, OperationState, TransferEngine
 from moonrelay_conformance.suites.base import Suite
 from moonrelay_conformance.suites.part_footprint import at, differs
 from moonrelay_conformance.suites.part_process import HelperProcess, pattern
+from moonrelay_conformance.suites.part_shared import once_per_class
 from moonrelay_conformance.targets.parts import EngineTarget
 from moonrelay_conformance.targets.recipe import recipe
 
 #: After this long without progress an engine gives a read up.
-PROGRESS_S = 2.0
+PROGRESS_S = 1.0
 #: When a read must have ended whatever happened to the peer; more than any engine's own patience.
 END_S = 45.0
 #: What memory holds before a read.
@@ -53,14 +54,14 @@ class EngineBench:
 
     Args:
         target: What is tested.
-        folder: For its files, and beside them the logs of processes.
+        folder: For the engines' files; one for all benches whose engines are to meet.
+        logs: For the logs of processes.
     """
 
-    def __init__(self, target: EngineTarget, folder: Path) -> None:
+    def __init__(self, target: EngineTarget, folder: Path, logs: Path) -> None:
         self.target = target
-        self.folder = folder / "engine"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._logs = folder
+        self.folder = folder
+        self._logs = logs
         self._stack = contextlib.ExitStack()
         self._peers = 0
 
@@ -113,11 +114,12 @@ class EngineBench:
 
 
 class Pair:
-    """A producer and a consumer, both started."""
+    """A producer and a consumer, and a third that is either; all started."""
 
-    def __init__(self, producer: TransferEngine, consumer: TransferEngine) -> None:
+    def __init__(self, producer: TransferEngine, consumer: TransferEngine, third: TransferEngine) -> None:
         self.producer = producer
         self.consumer = consumer
+        self.third = third
 
 
 class EngineSuite(Suite):
@@ -126,22 +128,36 @@ class EngineSuite(Suite):
     kind: ClassVar[str] = "engine"
 
     @pytest.fixture
-    def bench(self, target: Any, tmp_path: Path) -> Iterator[EngineBench]:
+    def bench(self, folder: Path, target: Any, tmp_path: Path) -> Iterator[EngineBench]:
         """Engines and memory of one test."""
-        bench = EngineBench(target, tmp_path)
+        bench = EngineBench(target, folder, tmp_path)
         try:
             yield bench
         finally:
             bench.close()
 
-    @pytest.fixture(scope="class")
-    def pair(self, target: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-        """Two engines for the tests of one run that neither close nor disturb them."""
-        bench = EngineBench(target, tmp_path_factory.mktemp("pair"))
-        try:
-            yield Pair(bench.engine(), bench.engine())
-        finally:
-            bench.close()
+    @pytest.fixture
+    def pair(self, request: pytest.FixtureRequest, folder: Path, target: Any, tmp_path: Path) -> Pair:
+        """Engines for the tests of one run that neither close nor disturb them."""
+
+        def make() -> tuple[Pair, Callable[[], None]]:
+            bench = EngineBench(target, folder, tmp_path)
+            try:
+                return Pair(bench.engine(), bench.engine(), bench.engine()), bench.close
+            except BaseException:
+                bench.close()
+                raise
+
+        return once_per_class(request, _PAIR, make)
+
+    @pytest.fixture
+    def folder(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """The folder of all engines of one run."""
+        return once_per_class(request, _FOLDER, lambda: (tmp_path_factory.mktemp("engine"), lambda: None))
+
+
+_FOLDER = pytest.StashKey[Path]()
+_PAIR = pytest.StashKey[Pair]()
 
 
 def fill(region: Region, seed: int) -> None:

@@ -108,7 +108,7 @@ class EngineBytes(EngineSuite):
 
     @promise(Level.L1, "Two producers of one consumer are told apart")
     def test_two_producers_are_not_mixed_up(self, bench: EngineBench, pair: Pair) -> None:
-        other = bench.engine()
+        other = pair.third
         sources = [(pair.producer, bench.memory(pair.producer, MIB, seed=21)), (other, bench.memory(other, MIB, 22))]
         target = bench.memory(pair.consumer, MIB)
         for turn in range(4):
@@ -118,7 +118,7 @@ class EngineBytes(EngineSuite):
 
     @promise(Level.L1, "Two consumers read the same memory at once")
     def test_two_consumers_read_the_same_memory(self, bench: EngineBench, pair: Pair) -> None:
-        other = bench.engine()
+        other = pair.third
         source = bench.memory(pair.producer, MIB, seed=31)
         targets = [(one, bench.memory(one, MIB)) for one in (pair.consumer, other)]
         reads = [one.read(pair.producer.address, source, source.base, target.base, MIB) for one, target in targets]

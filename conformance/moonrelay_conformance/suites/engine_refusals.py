@@ -49,8 +49,8 @@ class EngineRefusals(EngineSuite):
         untouched(target, "a refused read")
 
     @promise(Level.L1, "The producer's own record of a region decides, not what the reader says of it")
-    def test_a_region_said_to_be_larger_than_it_is_is_refused(self, bench: EngineBench) -> None:
-        producer, consumer = bench.engine(), bench.engine()
+    def test_a_region_said_to_be_larger_than_it_is_is_refused(self, bench: EngineBench, pair: Pair) -> None:
+        producer, consumer = pair.producer, bench.engine()
         source, target = bench.memory(producer, SIZE, seed=2), bench.memory(consumer, SIZE)
         deliver(consumer, producer.address, source, source.base, target.base, 100)
         ctypes.memset(target.base, CANARY, SIZE)
@@ -61,8 +61,8 @@ class EngineRefusals(EngineSuite):
         untouched(target, "a refused read")
 
     @promise(Level.L1, "Released memory cannot be read any more")
-    def test_what_was_released_cannot_be_read(self, bench: EngineBench) -> None:
-        producer, consumer = bench.engine(), bench.engine()
+    def test_what_was_released_cannot_be_read(self, bench: EngineBench, pair: Pair) -> None:
+        producer, consumer = pair.producer, bench.engine()
         source, target = bench.memory(producer, SIZE, seed=3), bench.memory(consumer, SIZE)
         producer.release(source)
         operation = consumer.read(producer.address, source, source.base, target.base, SIZE)
@@ -93,7 +93,9 @@ class EngineRefusals(EngineSuite):
         assert ended(operation) is OperationState.FAILED, "nobody's memory was read"
         untouched(target, "a read from nobody")
 
-    @promise(Level.L1, "An address with another life's nonce gives none of this life's bytes")
+    @promise(
+        Level.L1, "An address with another life's nonce gives none of this life's bytes", requires=(Capability.LIVES,)
+    )
     def test_another_lifes_nonce_is_refused(self, bench: EngineBench, pair: Pair) -> None:
         source, target = bench.memory(pair.producer, SIZE, seed=6), bench.memory(pair.consumer, SIZE)
         address = pair.producer.address
@@ -151,8 +153,8 @@ class EngineRefusals(EngineSuite):
         assert own.read() == pattern(9, SIZE), "registering wrote the memory"
 
     @promise(Level.L1, "Memory that was unregistered cannot be read any more", requires=(Capability.FOREIGN_MEMORY,))
-    def test_unregistered_memory_cannot_be_read(self, bench: EngineBench) -> None:
-        producer, consumer = bench.engine(), bench.engine()
+    def test_unregistered_memory_cannot_be_read(self, bench: EngineBench, pair: Pair) -> None:
+        producer, consumer = pair.producer, bench.engine()
         own = Memory(pattern(10, SIZE))
         region, target = producer.register(own.address, own.nbytes), bench.memory(consumer, SIZE)
         producer.unregister(region)

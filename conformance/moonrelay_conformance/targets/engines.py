@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 class InstalledEngine(EngineTarget):
     """An engine by its name in the entry-point group ``moonrelay.transfers``.
 
-    What it cannot know of a third party's engine it takes as there: that another process is reached, and that foreign
-    memory is registered where the class says so. An engine of which that is not true, or that needs options, offers a
-    target of its own.
+    What it cannot know of a third party's engine it takes as there: that another process is reached, that two lives of
+    one address are told apart, and that foreign memory is registered where the class says so. An engine of which that
+    is not true, or that needs options, offers a target of its own.
 
     Args:
         name: As in the entry point.
     """
 
-    operations: ClassVar[tuple[Capability, ...]] = (Capability.PROCESSES,)
+    operations: ClassVar[tuple[Capability, ...]] = (Capability.PROCESSES, Capability.LIVES)
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -72,7 +72,7 @@ class InstalledEngine(EngineTarget):
 class MemoryTarget(InstalledEngine):
     """The engine of one process."""
 
-    operations = ()
+    operations = (Capability.LIVES,)
 
 
 class ShmTarget(InstalledEngine):
@@ -86,7 +86,12 @@ class ShmTarget(InstalledEngine):
 
 
 class MooncakeTarget(InstalledEngine):
-    """The engine over Mooncake; its memory has no name."""
+    """The engine over Mooncake; its memory has no name.
+
+    The library knows peers by address alone: that the peer is the one meant is proved on the control channel.
+    """
+
+    operations = (Capability.PROCESSES,)
 
     def host(self) -> str:
         return mooncake_wheel()

@@ -91,7 +91,13 @@ class QueueTarget(Target):
         """Open it; see `moonrelay.queueing.base.StageQueue.connect`."""
 
 
-PART_CAPABILITIES = (Capability.PROCESSES, Capability.FOREIGN_MEMORY, Capability.DURABLE, Capability.LISTING)
+PART_CAPABILITIES = (
+    Capability.PROCESSES,
+    Capability.FOREIGN_MEMORY,
+    Capability.LIVES,
+    Capability.DURABLE,
+    Capability.LISTING,
+)
 
 
 def declared(*there: Capability) -> Mapping[Capability, Support]:
