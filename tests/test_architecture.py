@@ -117,6 +117,7 @@ def forbidden_rooms(room: str) -> set[str]:
     return set()
 
 
+SUITE = "moonrelay_conformance"
 #: The benchmarks' baseline is Mooncake without us.
 RAW_BASELINE = "moonrelay.cli.bench.raw"
 
@@ -130,7 +131,7 @@ def import_complaints(module: str, source: str, *, is_package: bool = False) -> 
         where = f"{module}:{found.line}"
         if found.top in BANNED_MODULES:
             complaints.append(f"{where}: imports {found.top}")
-        if found.type_checking and found.top in TYPES_ALLOWED:
+        if found.type_checking and found.top in {*TYPES_ALLOWED, SUITE}:
             continue
         if found.top in ALL_HOSTS:
             if found.top not in HOSTS.get(package, ()):
@@ -140,7 +141,11 @@ def import_complaints(module: str, source: str, *, is_package: bool = False) -> 
         elif core and found.top in HEAVY and not found.in_function:
             complaints.append(f"{where}: imports {found.top} outside a function")
         if not core:
-            if found.top.startswith("moonrelay_") and found.top != package:
+            if found.top == SUITE:
+                # What an adapter offers to the suite has a module of its own, which nothing else of it needs.
+                if module != f"{package}.conformance":
+                    complaints.append(f"{where}: imports the conformance suite; only {package}.conformance may")
+            elif found.top.startswith("moonrelay_") and found.top != package:
                 complaints.append(f"{where}: an adapter imports the adapter {found.top}")
             continue
         if found.top.startswith("moonrelay_") and room != "cli":
@@ -285,6 +290,7 @@ def test_a_module_keeps_the_rules(module: str) -> None:
         ("moonrelay_diffusers.stages", "if TYPE_CHECKING:\n    from transformers import T5EncoderModel"),
         ("moonrelay_diffusers.stages", "def f():\n    import sglang"),
         ("moonrelay_diffusers.stages", "import moonrelay_sglang"),
+        ("moonrelay_diffusers.stages", "def f():\n    import moonrelay_conformance.sides"),
         ("moonrelay.handle", "import pickle"),
     ],
 )
@@ -304,6 +310,7 @@ def test_a_planted_import_is_caught(module: str, source: str) -> None:
         ("moonrelay.connector.core", "from moonrelay.lease import table\nfrom moonrelay.transfer import base"),
         ("moonrelay", "from moonrelay.connector import DiffusionConnector"),
         ("moonrelay.cli.demo", "import moonrelay_diffusers.plugin"),
+        ("moonrelay_diffusers.conformance", "from moonrelay_conformance.targets import connector"),
         ("moonrelay_diffusers.stages", "import torch\ndef f():\n    import diffusers"),
     ],
 )

@@ -21,6 +21,7 @@ from moonrelay_diffusers.stages import DTypes, load_stage, resolve_request
 if TYPE_CHECKING:
     from moonrelay.orchestrator.program import StageProgram
     from moonrelay.queueing.task import Plain
+    from moonrelay_conformance.targets.adapter import AdapterTarget
 
 #: Packages that the stages import, and the extra that brings them.
 _NEEDED = ("torch", "diffusers", "transformers")
@@ -99,3 +100,9 @@ class DiffusersAdapter:
     ) -> GenerationRequest:
         """Hold a request against a model; see `moonrelay_diffusers.stages.resolve_request`."""
         return resolve_request(model, request, family=family)
+
+    def conformance_target(self) -> AdapterTarget:
+        """Return what the conformance suite tests; see `moonrelay_diffusers.conformance`."""
+        from moonrelay_diffusers.conformance import DiffusersTarget
+
+        return DiffusersTarget()

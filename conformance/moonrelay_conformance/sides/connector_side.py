@@ -94,7 +94,12 @@ class ConnectorSide(AdapterSide):
                 self._counts[f"delivered_{event.path}"] += 1
 
     def start(self) -> None:
+        """Start the connector, and map its pool, so that what a payload leaves behind is told from a first use."""
         self.connector.start()
+        if self.connector.settings.serves_directly:
+            import torch
+
+            self.connector.empty((1,), dtype=torch.uint8)
 
     # -- producing --------------------------------------------------------------------------------------------------
 

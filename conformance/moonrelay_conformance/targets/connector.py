@@ -54,22 +54,25 @@ class ConnectorTarget(AdapterTarget):
 
     name = "connector"
     side = "moonrelay_conformance.sides.connector_side:ConnectorSide"
-    #: Carried or possible whatever engine and relay are chosen.
+    #: What it can do whatever engine and relay are chosen.
     ALWAYS: ClassVar[frozenset[Capability]] = frozenset(
-        one
-        for one in Capability
-        if one
-        not in (
-            Capability.STORE,
-            Capability.SPILL,
-            Capability.CAPACITY,
-            Capability.INJECT_STORE,
-            Capability.PIPELINE,
-            Capability.PROCESSES,
-            Capability.FOREIGN_MEMORY,
-            Capability.DURABLE,
-            Capability.LISTING,
-        )
+        {
+            *(one for one in Capability if one.carried),
+            Capability.P2P,
+            Capability.CLAIM,
+            Capability.CHUNKED,
+            Capability.SHARED_READERS,
+            Capability.TTL,
+            Capability.PINNED,
+            Capability.ABORT,
+            Capability.RELEASE,
+            Capability.STATUS,
+            Capability.ZERO_COPY,
+            Capability.RESUME,
+            Capability.IPV6,
+            Capability.INJECT_ENGINE,
+            Capability.INJECT_CONTROL,
+        }
     )
 
     def __init__(self, *, engine: str = "shm", relay: str = "local") -> None:
