@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 _NOTE: Final = pytest.StashKey[Note]()
 _LONGEST_REASON: Final = 400
-_NOT_SELECTED: Final = "not selected"
+#: Reason of what was left out because only some checks were asked for.
+NOT_SELECTED: Final = "not selected"
 #: Distributions whose versions a report names.
 _VERSIONS: Final = ("moonrelay", "torch", "pytest", "mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 
@@ -194,7 +195,7 @@ class Run:
             if isinstance(item, GuardItem) or self._selected(check, exact):
                 kept.append(item)
             else:
-                check.reason = _NOT_SELECTED
+                check.reason = NOT_SELECTED
         return kept
 
     def _check(self, node: SuiteClass, target: Target, item: pytest.Item) -> _Check | None:
@@ -544,4 +545,4 @@ def _lacks(target: Target, lacking: Sequence[Capability]) -> str:
     return f"needs {', '.join(words)}"
 
 
-__all__ = ["Handover", "Progress", "Run", "environment", "level_named", "note_of"]
+__all__ = ["NOT_SELECTED", "Handover", "Progress", "Run", "environment", "level_named", "note_of"]

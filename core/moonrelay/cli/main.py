@@ -63,6 +63,11 @@ COMMANDS: Final = (
         target="moonrelay.cli.adapters:adapters",
         help="List adapters, engines, relays, queues, policies and observers, and whether they load.",
     ),
+    LazyCommand(
+        name="conformance",
+        target="moonrelay.cli.conformance:conformance",
+        help="Run the conformance suite against an adapter, engine, relay or queue; or join reports into a matrix.",
+    ),
 )
 
 
