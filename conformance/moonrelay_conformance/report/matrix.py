@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from moonrelay.errors import ConfigError
-from moonrelay_conformance.report.text import worst
+from moonrelay_conformance.report.text import word, worst
 from moonrelay_conformance.results import Kind, Level, Outcome, Report, Result
 
 #: The tables: kind of target, kind of check (``None`` is all), heading. A table without rows is left out.
@@ -42,12 +42,14 @@ class Cell:
     reason: str = ""
 
     @property
+    def short(self) -> str:
+        """The outcome, with the routes that it holds for."""
+        return f"{word(self.outcome)} ({', '.join(self.routes)})" if self.routes else word(self.outcome)
+
+    @property
     def text(self) -> str:
-        """What stands in the cell."""
-        word = self.outcome.value.replace("_", " ")
-        if self.outcome is Outcome.REFUSED and self.code:
-            word = f"{word}: {self.code}"
-        return f"{word} ({', '.join(self.routes)})" if self.routes else word
+        """The outcome, with the error code of a refusal."""
+        return f"{self.short}: {self.code}" if self.outcome is Outcome.REFUSED and self.code else self.short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +186,7 @@ def cell_of(results: Sequence[Result]) -> Cell:
 
 
 def _by_route(result: Result) -> str:
-    said = f"{result.route or 'no route'}: {result.outcome.value.replace('_', ' ')}"
+    said = f"{result.route or 'no route'}: {word(result.outcome)}"
     return f"{said}, {result.reason}" if result.reason else said
 
 

@@ -10,7 +10,18 @@ from collections.abc import Iterator
 
 from moonrelay_conformance.report.compare import Changes
 from moonrelay_conformance.report.matrix import Cell, Column, Matrix, Table
-from moonrelay_conformance.report.style import badge, chips, document, esc, filter_bar, head, legend, problems, row
+from moonrelay_conformance.report.style import (
+    badge,
+    chips,
+    document,
+    esc,
+    filter_bar,
+    head,
+    legend,
+    problems,
+    row,
+    said,
+)
 from moonrelay_conformance.results import Outcome
 
 
@@ -37,6 +48,16 @@ def _body(matrix: Matrix, changes: Changes | None) -> Iterator[str]:
     yield "</div>"
     yield legend()
     yield from _agreement(matrix)
+    failed = [
+        (f"{column}: {one.id}", cell.reason)
+        for table in matrix.tables
+        for one in table.rows
+        for column, cell in one.cells.items()
+        if cell.outcome is Outcome.FAILED
+    ]
+    if failed:
+        yield f"<h2>Broken promises <small>{len(failed)}</small></h2>"
+        yield problems(failed)
     if changes is not None:
         yield from _changes(changes)
     outcomes = [cell.outcome for table in matrix.tables for one in table.rows for cell in one.cells.values()]
@@ -88,5 +109,5 @@ def _cell(cell: Cell | None) -> str:
     if cell is None:
         return '<span class="none" title="this check does not exist for this target">·</span>'
     shown = cell.reason and (cell.outcome in (Outcome.FAILED, Outcome.NOT_RUN, Outcome.UNSUPPORTED) or cell.routes)
-    why = f'<span class="why">{esc(cell.reason)}</span>' if shown else ""
-    return badge(cell.outcome, cell.text, hover=cell.reason) + why
+    code = cell.code if cell.outcome is Outcome.REFUSED else ""
+    return said(cell.outcome, cell.short, code, cell.reason if shown else "", hover=cell.reason)

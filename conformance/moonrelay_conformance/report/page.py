@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 
 from moonrelay_conformance.capability import Support
 from moonrelay_conformance.report.style import (
-    badge,
     document,
     esc,
     filter_bar,
@@ -18,8 +17,9 @@ from moonrelay_conformance.report.style import (
     level_card,
     problems,
     row,
+    said,
 )
-from moonrelay_conformance.report.text import verdict
+from moonrelay_conformance.report.text import verdict, word
 from moonrelay_conformance.results import Kind, Outcome, Report, Result
 
 _HEADINGS = {Kind.CASE: "Cases", Kind.SCENARIO: "Lease scenarios", Kind.PROMISE: "Promises"}
@@ -32,9 +32,9 @@ def page(report: Report) -> str:
 
 
 def _body(report: Report) -> Iterator[str]:
-    target, said = report.target, verdict(report)
-    outcome = _VERDICTS[said]
-    yield f'<h1>{esc(target.label)}<span class="verdict {outcome.value}">{esc(said.lower())}</span></h1>'
+    target, ended = report.target, verdict(report)
+    outcome = _VERDICTS[ended]
+    yield f'<h1>{esc(target.label)}<span class="verdict {outcome.value}">{esc(ended.lower())}</span></h1>'
     about = [part for part in (target.distribution, target.host) if part]
     about += [f"suite {report.suite_version}", f"corpus {report.corpus_version}", f"{report.seconds:.0f} s"]
     yield f'<p class="quiet">{esc(" · ".join(about))}</p>'
@@ -42,7 +42,7 @@ def _body(report: Report) -> Iterator[str]:
         versions = " · ".join(f"{name} {version}" for name, version in report.environment.items())
         yield f'<p class="quiet">{esc(versions)}</p>'
     cards = "".join(level_card(level, counts) for level, counts in report.counts().items())
-    yield f'<div class="cards">{cards}</div>'
+    yield f'<div class="cards three">{cards}</div>'
     yield _capabilities(report)
     yield legend()
     failed = [result for result in report.results if result.outcome is Outcome.FAILED]
@@ -76,7 +76,7 @@ def _capabilities(report: Report) -> str:
                 f'<div class="card"><h3>Capabilities {heading} · {len(names)}</h3>'
                 f'<div class="chips">{chips}</div></div>'
             )
-    return f'<div class="cards">{"".join(cards)}</div>' if cards else ""
+    return f'<div class="cards three">{"".join(cards)}</div>' if cards else ""
 
 
 def _table(heading: str, results: Sequence[Result]) -> Iterator[str]:
@@ -98,12 +98,8 @@ def _table(heading: str, results: Sequence[Result]) -> Iterator[str]:
 
 
 def _cell(result: Result) -> str:
-    text = None
-    if result.outcome is Outcome.REFUSED and result.code:
-        text = f"refused: {result.code}"
-    parts = [badge(result.outcome, text, hover=_hover(result))]
-    if result.reason:
-        parts.append(f'<span class="why">{esc(result.reason)}</span>')
+    code = result.code if result.outcome is Outcome.REFUSED else ""
+    parts = [said(result.outcome, word(result.outcome), code, result.reason, hover=_hover(result))]
     if result.steps:
         steps = "".join(f"<li>{esc(step)}</li>" for step in result.steps)
         parts.append(f"<details><summary>{len(result.steps)} steps</summary><ol>{steps}</ol></details>")

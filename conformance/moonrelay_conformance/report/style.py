@@ -33,7 +33,7 @@ _CSS: Final = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--text);
   font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1280px; margin: 0 auto; padding: 28px 24px 64px; }
+main { max-width: 1360px; margin: 0 auto; padding: 28px 24px 64px; }
 h1 { font-size: 24px; line-height: 1.2; margin: 0 0 4px; letter-spacing: -.01em; }
 h2 { font-size: 17px; margin: 36px 0 10px; }
 h2 small { font-weight: 400; font-size: 13px; color: var(--quiet); margin-left: 8px; }
@@ -41,9 +41,9 @@ p { margin: 4px 0; } .quiet { color: var(--quiet); }
 code { font: 12.5px/1.4 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 .verdict { display: inline-block; font-size: 14px; font-weight: 600; padding: 2px 12px; border-radius: 999px;
   vertical-align: 3px; margin-left: 10px; }
-.cards { display: flex; flex-wrap: wrap; gap: 12px; margin: 18px 0 6px; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 12px 16px;
-  flex: 1 1 230px; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(250px, 1fr)); gap: 12px; margin: 18px 0 6px; }
+.cards.three { grid-template-columns: repeat(auto-fit, minmax(300px, 1fr)); }
+.card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 12px 16px; }
 .card h3 { margin: 0 0 6px; font-size: 13px; font-weight: 600; color: var(--quiet); }
 .card .big { font-size: 22px; font-weight: 650; margin-right: 8px; }
 .chips { display: flex; flex-wrap: wrap; gap: 4px 6px; margin-top: 4px; }
@@ -60,8 +60,10 @@ tbody tr:hover { background: var(--hover); }
 td.level { width: 44px; color: var(--quiet); font-variant-numeric: tabular-nums; }
 td.cell { min-width: 150px; } td .why { display: block; color: var(--quiet); font-size: 12.5px; max-width: 44ch;
   overflow-wrap: anywhere; margin-top: 2px; }
+td code.why { font-size: 11.5px; }
 .title { display: block; color: var(--quiet); font-size: 13px; }
-.o { display: inline-block; border-radius: 6px; padding: 1px 8px; font-size: 12.5px; font-weight: 550; }
+.o { display: inline-block; white-space: nowrap; border-radius: 6px; padding: 1px 8px; font-size: 12.5px;
+  font-weight: 550; }
 .o i { font-style: normal; display: inline-block; width: 1.25em; }
 .delivered, .held { color: var(--delivered); background: var(--delivered-bg); }
 .refused { color: var(--refused); background: var(--refused-bg); }
@@ -71,6 +73,7 @@ td.cell { min-width: 150px; } td .why { display: block; color: var(--quiet); fon
 .none { color: var(--quiet); }
 ul.problems { list-style: none; margin: 0; padding: 0; background: var(--card); border: 1px solid var(--failed);
   border-radius: 10px; overflow: hidden; }
+ul.problems .o { white-space: normal; }
 ul.problems li { padding: 8px 14px; border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
 ul.problems li:last-child { border-bottom: 0; }
 details summary { cursor: pointer; color: var(--quiet); font-size: 12.5px; }
@@ -198,6 +201,16 @@ def row(level: Level, check: str, title: str, outcomes: Iterable[Outcome], cells
         f'<tr data-o="{values}"><td class="level">{level.value}</td>'
         f'<th scope="row"><code>{esc(check)}</code><span class="title">{esc(title)}</span></th>{tds}</tr>'
     )
+
+
+def said(outcome: Outcome, text: str, code: str, reason: str, *, hover: str = "") -> str:
+    """Return what stands in a cell: the outcome, and under it the error code or the reason."""
+    lines = [badge(outcome, text, hover=hover)]
+    if code:
+        lines.append(f'<code class="why">{esc(code)}</code>')
+    if reason:
+        lines.append(f'<span class="why">{esc(reason)}</span>')
+    return "".join(lines)
 
 
 def problems(items: Iterable[tuple[str, str]]) -> str:
