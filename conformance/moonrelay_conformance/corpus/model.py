@@ -51,6 +51,8 @@ class At(enum.StrEnum):
 
     PUBLISH = "publish"
     RECEIVE = "receive"
+    #: Of the producer, or of its reader at the first try: what is relayed may meet the store's bound after `publish`.
+    ANYWHERE = "anywhere"
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

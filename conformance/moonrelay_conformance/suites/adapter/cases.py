@@ -160,13 +160,14 @@ def judge(stage: Stage, route: str, case: Case, note: Note) -> None:
 
 def _judge_refusal(case: Case, found: Refusal) -> None:
     expect, error = case.expect, found.error
-    assert expect.outcome is Expected.REFUSED, (
+    assert expect.outcome is not Expected.DELIVERED, (
         f"{case.id}: must be delivered, and was refused at {found.at} with {error.code}: {error}"
     )
     assert error.code in expect.codes, (
         f"{case.id}: must be refused with {' or '.join(expect.codes)}, not {error.code}: {error}"
     )
-    assert found.at is expect.at, f"{case.id}: must be refused at {expect.at}, not at {found.at}: {error}"
+    there = expect.at in (found.at, At.ANYWHERE)
+    assert there, f"{case.id}: must be refused at {expect.at}, not at {found.at}: {error}"
     if expect.field:
         named = str(error.context.get("field", ""))
         assert expect.field in named, (
@@ -178,7 +179,7 @@ def _judge_refusal(case: Case, found: Refusal) -> None:
 
 def _judge_delivery(case: Case, found: Delivery, lacking: tuple[Capability, ...]) -> None:
     expect = case.expect
-    assert expect.outcome is Expected.DELIVERED, (
+    assert expect.outcome is not Expected.REFUSED, (
         f"{case.id}: must be refused with {' or '.join(expect.codes)}, and something was delivered ({found.digest})"
     )
     if found.chunks:
