@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from moonrelay_conformance.suites.adapter.cases import CorpusTests
+from moonrelay_conformance.suites.adapter.faults import ControlFaultTests, EngineFaultTests, RelayFaultTests
+from moonrelay_conformance.suites.adapter.leaks import LeakTests
 from moonrelay_conformance.suites.adapter.leases import LeaseTests
+from moonrelay_conformance.suites.adapter.peers import DeadConsumerTests, DeadProducerTests, WreckTests
 from moonrelay_conformance.suites.adapter.scenarios import ScenarioTests
 
 __all__ = ["AdapterConformance"]
 
 
-class AdapterConformance(CorpusTests, ScenarioTests, LeaseTests):
+class AdapterConformance(
+    CorpusTests,
+    ScenarioTests,
+    LeaseTests,
+    LeakTests,
+    EngineFaultTests,
+    RelayFaultTests,
+    ControlFaultTests,
+    DeadProducerTests,
+    DeadConsumerTests,
+    WreckTests,
+):
     """What every host adapter must pass. Subclass it and set ``target``."""
