@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -163,24 +163,28 @@ def serve(start: Callable[..., Any]) -> None:
     """Answer orders until standard input ends; what `HelperProcess` talks to.
 
     Args:
-        start: Makes the object whose methods are the orders, with the arguments of the first one. Its ``close`` is
-            called at the end.
+        start: Makes the object whose methods are the orders, with the arguments of the first one. A method that yields
+            gives an answer for each item. Its ``close`` is called at the end.
     """
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what libraries write to standard output must not mix with answers
     served: Any = None
+    results: Iterator[Any]
     for line in sys.stdin.buffer:
         order = json.loads(line)
         name = order.pop("do")
         try:
             if name == "start":
                 sys.path.extend(path for path in order.pop("path") if path not in sys.path)
-                served = start(**order)
-                answer: dict[str, Any] = {"ok": None}
+                served, results = start(**order), iter((None,))
             else:
-                answer = {"ok": getattr(served, name)(**order)}
+                result = getattr(served, name)(**order)
+                results = result if isinstance(result, Iterator) else iter((result,))
+            for result in results:
+                answers.write(json.dumps({"ok": result}).encode() + b"\n")
+            continue
         except MoonrelayError as exc:
-            answer = {"error": exc.to_wire()}
+            answer: dict[str, Any] = {"error": exc.to_wire()}
         except Exception as exc:  # noqa: BLE001 - the outermost frame: whatever it is, the suite must learn of it
             answer = {"failed": f"{type(exc).__name__}: {exc}"}
         answers.write(json.dumps(answer).encode() + b"\n")

@@ -1,13 +1,15 @@
-"""The suite of relays: `RelayConformance`, assembled from the modules beside it."""
+"""The suite of relays: `RelayConformance`, assembled from the modules beside it.
+
+All tests of a run share one store of about 32 MiB and one started relay; each has keys of its own and removes them.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from moonrelay_conformance.suites.relay_limits import RelayLimits
+from moonrelay_conformance.suites.relay_objects import RelayObjects
+from moonrelay_conformance.suites.relay_processes import RelayProcesses
+from moonrelay_conformance.suites.relay_values import RelayValues
 
-from moonrelay_conformance.suites.base import Suite
 
-
-class RelayConformance(Suite):
+class RelayConformance(RelayObjects, RelayValues, RelayLimits, RelayProcesses):
     """What every relay must do. Subclass it and set `target`."""
-
-    kind: ClassVar[str] = "relay"
