@@ -36,6 +36,12 @@ HEAVY = {"torch", "mooncake", "redis", "matplotlib", "imageio", "PIL", "numpy", 
 #: Of these, the ones whose types may be named at the top of a module, where only a type checker reads.
 TYPES_ALLOWED = HEAVY - ALL_HOSTS - {"mooncake", "redis"}
 
+#: The conformance suite: loaded by pytest everywhere, so it loads nothing heavy but where its tests and sides run.
+SUITE = "moonrelay_conformance"
+SUITE_HEAVY = (f"{SUITE}.suites.", f"{SUITE}.sides.")
+#: What offers itself to the suite does so in a method of this name, where it may import it.
+OFFER = "conformance_target"
+
 LONGEST_MODULE = 600
 
 BANNED_CALLS = {
@@ -59,8 +65,12 @@ BANNED_NAMES = {"eval", "exec", "print", "breakpoint"}
 class Import:
     target: str
     line: int
-    in_function: bool
+    function: str
     type_checking: bool
+
+    @property
+    def in_function(self) -> bool:
+        return bool(self.function)
 
     @property
     def top(self) -> str:
@@ -70,10 +80,10 @@ class Import:
 def imports_of(module: str, tree: ast.Module, *, is_package: bool) -> Iterator[Import]:
     """Yield every import, ``from a import b`` as ``a.b`` (a module or not: a prefix decides)."""
 
-    def walk(node: ast.AST, in_function: bool, type_checking: bool) -> Iterator[Import]:
+    def walk(node: ast.AST, function: str, type_checking: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(alias.name, node.lineno, in_function, type_checking)
+                yield Import(alias.name, node.lineno, function, type_checking)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -81,20 +91,20 @@ def imports_of(module: str, tree: ast.Module, *, is_package: bool) -> Iterator[I
                 kept = parts[: len(parts) - node.level + (1 if is_package else 0)]
                 base = ".".join([*kept, base]) if base else ".".join(kept)
             for alias in node.names:
-                yield Import(f"{base}.{alias.name}", node.lineno, in_function, type_checking)
+                yield Import(f"{base}.{alias.name}", node.lineno, function, type_checking)
         elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             for child in node.body:
-                yield from walk(child, in_function, True)
+                yield from walk(child, function, True)
             for child in node.orelse:
-                yield from walk(child, in_function, type_checking)
+                yield from walk(child, function, type_checking)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             for child in ast.iter_child_nodes(node):
-                yield from walk(child, True, type_checking)
+                yield from walk(child, getattr(node, "name", "lambda"), type_checking)
         else:
             for child in ast.iter_child_nodes(node):
-                yield from walk(child, in_function, type_checking)
+                yield from walk(child, function, type_checking)
 
-    yield from walk(tree, False, False)
+    yield from walk(tree, "", False)
 
 
 def room_of(module: str) -> str:
@@ -117,7 +127,22 @@ def forbidden_rooms(room: str) -> set[str]:
     return set()
 
 
-SUITE = "moonrelay_conformance"
+def is_light(module: str) -> bool:
+    """Return whether importing a module may load nothing heavy."""
+    package = module.partition(".")[0]
+    return package == "moonrelay" or (package == SUITE and not module.startswith(SUITE_HEAVY))
+
+
+def may_import_the_suite(module: str, found: Import) -> bool:
+    """Return whether the suite may be imported there: by its command, by an offer to it, by an adapter's target."""
+    package = module.partition(".")[0]
+    if package != "moonrelay" and module == f"{package}.conformance":
+        return True
+    if module == "moonrelay.cli.conformance":
+        return found.in_function or found.type_checking
+    return found.function == OFFER or found.type_checking
+
+
 #: The benchmarks' baseline is Mooncake without us.
 RAW_BASELINE = "moonrelay.cli.bench.raw"
 
@@ -138,14 +163,14 @@ def import_complaints(module: str, source: str, *, is_package: bool = False) -> 
                 complaints.append(f"{where}: imports the host {found.top}; only its adapter may")
             elif not found.in_function:
                 complaints.append(f"{where}: imports the host {found.top} outside a function")
-        elif core and found.top in HEAVY and not found.in_function:
+        elif found.top in HEAVY and not found.in_function and is_light(module):
             complaints.append(f"{where}: imports {found.top} outside a function")
+        if found.top == SUITE != package:
+            if not may_import_the_suite(module, found):
+                complaints.append(f"{where}: imports the conformance suite")
+            continue
         if not core:
-            if found.top == SUITE:
-                # What an adapter offers to the suite has a module of its own, which nothing else of it needs.
-                if module != f"{package}.conformance":
-                    complaints.append(f"{where}: imports the conformance suite; only {package}.conformance may")
-            elif found.top.startswith("moonrelay_") and found.top != package:
+            if found.top.startswith("moonrelay_") and found.top != package:
                 complaints.append(f"{where}: an adapter imports the adapter {found.top}")
             continue
         if found.top.startswith("moonrelay_") and room != "cli":
@@ -230,7 +255,7 @@ def shape_complaints(module: str, source: str) -> list[str]:
 def sources() -> dict[str, Path]:
     """Return module name to file, of the packages that this Python imports."""
     found: dict[str, Path] = {}
-    for package in ("moonrelay", *HOSTS):
+    for package in ("moonrelay", SUITE, *HOSTS):
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             continue
@@ -292,6 +317,17 @@ def test_a_module_keeps_the_rules(module: str) -> None:
         ("moonrelay_diffusers.stages", "import moonrelay_sglang"),
         ("moonrelay_diffusers.stages", "def f():\n    import moonrelay_conformance.sides"),
         ("moonrelay.handle", "import pickle"),
+        ("moonrelay_conformance.registry", "import torch"),
+        ("moonrelay_conformance.targets.base", "from torch import Tensor"),
+        ("moonrelay_conformance.suites.base", "import diffusers"),
+        ("moonrelay_conformance.sides.runner", "def f():\n    import diffusers"),
+        ("moonrelay_conformance.registry", "def f():\n    import moonrelay_diffusers"),
+        ("moonrelay_conformance.registry", "import pickle"),
+        ("moonrelay.cli.conformance", "import moonrelay_conformance"),
+        ("moonrelay.cli.doctor", "def f():\n    import moonrelay_conformance"),
+        ("moonrelay.transfer.shm", "def f():\n    from moonrelay_conformance.targets import parts"),
+        ("moonrelay_diffusers.stages", "def f():\n    import moonrelay_conformance"),
+        ("moonrelay_diffusers.plugin", "from moonrelay_conformance.targets.adapter import AdapterTarget"),
     ],
 )
 def test_a_planted_import_is_caught(module: str, source: str) -> None:
@@ -312,6 +348,13 @@ def test_a_planted_import_is_caught(module: str, source: str) -> None:
         ("moonrelay.cli.demo", "import moonrelay_diffusers.plugin"),
         ("moonrelay_diffusers.conformance", "from moonrelay_conformance.targets import connector"),
         ("moonrelay_diffusers.stages", "import torch\ndef f():\n    import diffusers"),
+        ("moonrelay_conformance.suites.engine", "import torch\nfrom moonrelay.transfer import base"),
+        ("moonrelay_conformance.registry", "def f():\n    import torch"),
+        ("moonrelay.cli.conformance", "def f():\n    from moonrelay_conformance.run import run"),
+        ("moonrelay.cli.conformance", "if TYPE_CHECKING:\n    from moonrelay_conformance.results import Report"),
+        ("moonrelay.transfer.shm", "class A:\n    def conformance_target(self):\n        import moonrelay_conformance"),
+        ("moonrelay_diffusers.conformance", "from moonrelay_conformance.targets.adapter import AdapterTarget"),
+        ("moonrelay_diffusers.plugin", "def conformance_target():\n    import moonrelay_conformance"),
     ],
 )
 def test_what_is_allowed_is_not_complained_of(module: str, source: str) -> None:
@@ -392,6 +435,16 @@ def test_the_command_line_loads_nothing_heavy() -> None:
 def test_no_module_of_the_core_loads_anything_heavy() -> None:
     modules = [name for name in SOURCES if name.startswith("moonrelay.") and room_of(name) != "cli"]
     assert _loaded_by(f"import {', '.join(modules)}") & HEAVY == set()
+
+
+def test_the_conformance_suite_loads_nothing_heavy_but_where_its_tests_run() -> None:
+    modules = [name for name in SOURCES if name.startswith(SUITE) and not name.startswith(SUITE_HEAVY)]
+    assert f"{SUITE}.registry" in modules
+    assert _loaded_by(f"import {', '.join(modules)}") & HEAVY == set()
+
+
+def test_the_pytest_plugin_loads_nothing_of_ours_but_itself() -> None:
+    assert _loaded_by(f"import {SUITE}.plugin") & {"moonrelay", "msgspec", "zmq", *HEAVY} == set()
 
 
 def test_the_check_of_loaded_modules_sees_a_module() -> None:
