@@ -41,7 +41,7 @@ class ConnectorSide(AdapterSide):
     """A `DiffusionConnector` as producer and consumer.
 
     ``settings.extra`` is what `moonrelay_conformance.targets.connector.ConnectorGround.settings` gives: ``engine`` and
-    ``engine_options``, ``store_url`` and ``namespace``. A subclass overrides `make_connector` for other arguments.
+    ``engine_options``, ``store_url``, ``namespace`` and ``store_used``. A subclass overrides `make_connector` for other arguments.
     """
 
     def __init__(self, settings: SideSettings) -> None:
@@ -169,7 +169,7 @@ class ConnectorSide(AdapterSide):
         config: dict[str, Any] = {"url": url, "namespace": settings.extra.get("namespace", "moonrelay")}
         if settings.route == "store":
             # Nothing lies in the pool on this route: the bound that the suite sets is the embedded store's.
-            config["capacity_bytes"] = settings.pool_bytes + RECORDS_BYTES
+            config["capacity_bytes"] = settings.pool_bytes + RECORDS_BYTES + int(settings.extra.get("store_used", 0))
         if settings.faults.relay:
             config |= {"url": "faulty://", "options": {"inner": url, "faults": list(settings.faults.relay)}}
         return config

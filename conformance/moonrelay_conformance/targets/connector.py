@@ -155,6 +155,7 @@ class ConnectorGround(AdapterGround):
             "engine_options": {"directory": str(self._segments)} if self._engine == "shm" else {},
             "store_url": self.store_url,
             "namespace": self._namespace,
+            "store_used": self._used(),
         }
         return msgspec.structs.replace(settings, extra=extra)
 
@@ -188,6 +189,14 @@ class ConnectorGround(AdapterGround):
         if self._cluster is not None:
             self._cluster.close()
         self._own.close()
+
+    def _used(self) -> int:
+        """Return the bytes that earlier tests left in the embedded store; what is swept meanwhile counts as nothing."""
+        used = 0
+        for path in (self._own.path / "store").glob("*/*"):
+            with contextlib.suppress(OSError):
+                used += path.stat().st_size
+        return used
 
     def _start(self, folder: Path, relay: str) -> None:
         if relay == "none":
