@@ -41,7 +41,8 @@ class ConnectorSide(AdapterSide):
     """A `DiffusionConnector` as producer and consumer.
 
     ``settings.extra`` is what `moonrelay_conformance.targets.connector.ConnectorGround.settings` gives: ``engine`` and
-    ``engine_options``, ``store_url``, ``namespace`` and ``store_used``. A subclass overrides `make_connector` for other arguments.
+    ``engine_options``, ``store_url``, ``namespace`` and ``store_used``. A subclass overrides `make_connector`, or
+    `connector_arguments`.
     """
 
     def __init__(self, settings: SideSettings) -> None:
