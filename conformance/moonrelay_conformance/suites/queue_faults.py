@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
 
-from moonrelay.errors import LeaseLost
+from moonrelay.errors import ConfigError, LeaseLost, MoonrelayError
 from moonrelay.queueing import StageQueue, StageTask
 from moonrelay.queueing.task import Plain
 from moonrelay_conformance.capability import Capability
@@ -22,6 +22,8 @@ from moonrelay_conformance.suites.queue_processes import PeerProcess, Peers, Pro
 
 #: Bytes of a payload whose submit a kill is to meet.
 _FILL: Final = 20_000
+#: A kill comes this long at most after the last word of the process, so that kills meet it in all its phases.
+_SPREAD_S: Final = 0.05
 
 
 class Faults(ProcessSuite):
@@ -86,14 +88,14 @@ class Faults(ProcessSuite):
         requires=[Capability.PROCESSES],
     )
     def test_a_client_killed_in_submit_leaves_requests_whole_or_absent(self, peers: Peers) -> None:
-        queue, count = peers.queue, 60
+        queue, count, draw = peers.queue, 60, random.Random(5)
         clients = peers.start(3)
         for number, peer in enumerate(clients):
             peer.send("pour", prefix=f"c{number}", count=count, stage="encode", size=_FILL)
         told: list[str] = []
         for number, peer in enumerate(clients):
             peer.told_by(3 + 9 * number)
-            told += peer.kill()
+            told += peer.kill(after_s=draw.uniform(0, _SPREAD_S))
         there = [one.request_id for one in queue.requests()]
         assert set(told) <= set(there), "a submit that was confirmed is not there"
         # Beside those that were confirmed there may be the one that each client was about to be told of.
@@ -103,8 +105,7 @@ class Faults(ProcessSuite):
         for number in range(len(clients)):
             for place in range(10):
                 name = f"c{number}-{place}"
-                task = StageTask(stage="encode", request_id=name, payload=_poured(name, place))
-                assert queue.submit(task, if_absent=True) is (name not in there)
+                assert _submitted_again(queue, name, place) is (name not in there)
         names = [one.request_id for one in queue.requests()]
         with queue.register_worker("encode", slots=2) as worker:
             for _ in names:
@@ -121,7 +122,7 @@ class Faults(ProcessSuite):
         requires=[Capability.PROCESSES],
     )
     def test_a_worker_killed_in_complete_loses_and_doubles_nothing(self, peers: Peers) -> None:
-        queue, count = peers.queue, 120
+        queue, count, draw = peers.queue, 120, random.Random(6)
         for number in range(count):
             submit(queue, f"r{number}")
         told: list[Any] = []
@@ -130,12 +131,12 @@ class Faults(ProcessSuite):
             peer.send("drain", stage="encode", total=count)
         for number, peer in enumerate(crowd):
             peer.told_by(2 + 5 * number)
-            told += peer.kill()
-        before = {name: queue.result(name, timeout_s=0) for name, _, how in told if how == "ok"}
+            told += peer.kill(after_s=draw.uniform(0, _SPREAD_S))
+        before = {name: _kept(queue, name) for name, _, how in told if how == "ok"}
         assert before == {name: {"id": name, "token": token} for name, token, how in told if how == "ok"}
         told += _drain(queue, "encode", count)
         _assert_each_ended_once(queue, [f"r{number}" for number in range(count)], told)
-        assert {name: queue.result(name, timeout_s=0) for name in before} == before, "a result changed afterwards"
+        assert {name: _kept(queue, name) for name in before} == before, "a result changed afterwards"
 
     @promise(
         Level.L3,
@@ -155,7 +156,7 @@ class Faults(ProcessSuite):
             victim = workers.pop(draw.randrange(len(workers)))
             # A few jobs later, unless it is not given that many.
             victim.wait_told(len(victim.told) + draw.randrange(1, 6), for_s=1.0)
-            told += victim.kill()
+            told += victim.kill(after_s=draw.uniform(0, _SPREAD_S))
             (fresh,) = peers.start()
             fresh.send("drain", stage="encode", total=total)
             workers.append(fresh)
@@ -218,7 +219,7 @@ class Faults(ProcessSuite):
         told = [one for peer in workers for one in peer.told]
         for name, token, how in told:
             assert how == "ok"
-            assert queue.result(name, timeout_s=0) == {"id": name, "token": token}
+            assert _kept(queue, name) == {"id": name, "token": token}
         told += _drain(queue, "encode", len(there))
         _assert_each_ended_once(queue, there, told)
 
@@ -244,8 +245,27 @@ def _assert_each_ended_once(queue: StageQueue, names: Iterable[str], told: Itera
     confirmed = [(name, token) for name, token, how in told if how == "ok"]
     assert max(Counter(name for name, _ in confirmed).values(), default=1) == 1, "two completions were confirmed"
     for name, token in confirmed:
-        assert queue.result(name, timeout_s=0) == {"id": name, "token": token}, "another result than was confirmed"
+        assert _kept(queue, name) == {"id": name, "token": token}, "another result than was confirmed"
     assert queue.stats().active == 0
+
+
+def _kept(queue: StageQueue, name: str) -> object:
+    """Return the result of a request whose completion was confirmed."""
+    try:
+        return queue.result(name, timeout_s=0)
+    except MoonrelayError as exc:
+        message = f"the completion of {name} was confirmed, and is gone: {exc.message}"
+        raise AssertionError(message) from exc
+
+
+def _submitted_again(queue: StageQueue, name: str, place: int) -> bool:
+    """Submit again what a killed client had submitted, or not; return whether it was new."""
+    task = StageTask(stage="encode", request_id=name, payload=_poured(name, place))
+    try:
+        return queue.submit(task, if_absent=True)
+    except ConfigError as exc:
+        message = f"{name} is there in part, or not as it was submitted: {exc.message}"
+        raise AssertionError(message) from exc
 
 
 def _told(queue: StageQueue) -> list[tuple[str, str]]:

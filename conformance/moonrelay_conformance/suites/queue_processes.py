@@ -105,8 +105,9 @@ class PeerProcess:
                 return
             self._sort(line)
 
-    def kill(self) -> list[Any]:
-        """Kill -9, wait until the process is gone, and return all that it has told."""
+    def kill(self, *, after_s: float = 0.0) -> list[Any]:
+        """Kill -9 after a while, wait until the process is gone, and return all that it has told."""
+        threading.Event().wait(after_s)
         self._process.kill()
         self._process.wait(PATIENCE_S)
         while (line := self._read(5.0)) is not None:

@@ -1,0 +1,537 @@
+"""Queues with one fault each, as targets, and which test of the suite must catch each.
+
+Importable as ``planted.queues:TokenUsedTwice``, also in the processes that the suite starts.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+from moonrelay.clock import Clock, Deadline, SystemClock
+from moonrelay.config import build
+from moonrelay.errors import ConfigError
+from moonrelay.queueing import Pipeline, QueueConfig, QueueEvent, StageTask, codec, intake, outcome
+from moonrelay.queueing.delivery import Delivery
+from moonrelay.queueing.fairness import Passes
+from moonrelay.queueing.memory import MemoryEngine, MemoryQueue, MemoryTransaction
+from moonrelay.queueing.sqlite import SqliteQueue
+from moonrelay.queueing.states import State
+from moonrelay.queueing.store import Counter, RequestRow, WorkerRow
+from moonrelay.queueing.stored import StoredQueue, WorkerDesk
+from moonrelay.queueing.task import Plain
+from moonrelay_conformance.capability import Capability, Support
+from moonrelay_conformance.targets.parts import QueueTarget, declared
+
+
+class Planted(QueueTarget):
+    """A faulty queue as a target: a queue in memory whose rows, desk or calls are exchanged.
+
+    Attributes:
+        rows: What stores.
+        desk: What serves the workers.
+        queue: What is called.
+    """
+
+    rows: ClassVar[type[MemoryTransaction]] = MemoryTransaction
+    desk: ClassVar[type[WorkerDesk]] = WorkerDesk
+    queue: ClassVar[type[StoredQueue]] = MemoryQueue
+
+    def __init__(self) -> None:
+        self.name = type(self).__name__
+
+    def capabilities(self) -> Mapping[Capability, Support]:
+        return declared()
+
+    def url(self, folder: Path) -> str:
+        return "memory://"
+
+    def open(
+        self, url: str, *, clock: Clock | None, pipeline: Pipeline | None, config: Mapping[str, object] | None
+    ) -> StoredQueue:
+        settings = build(QueueConfig, config, env_prefix="QUEUE")
+        made = self.queue.open(url, clock=clock or SystemClock(), pipeline=pipeline, config=settings)
+        assert isinstance(made, StoredQueue)
+        if isinstance(made._engine, MemoryEngine):
+            made._engine._rows = self.rows()
+        made._desk = self.desk(made._engine)
+        return made
+
+
+class PlantedFile(Planted):
+    """A faulty queue that is a file shared by processes."""
+
+    queue = SqliteQueue
+
+    def capabilities(self) -> Mapping[Capability, Support]:
+        return declared(Capability.PROCESSES, Capability.DURABLE)
+
+    def url(self, folder: Path) -> str:
+        return f"sqlite:///{quote(str(folder))}/queue-{secrets.token_hex(4)}.db"
+
+
+# -- claims -----------------------------------------------------------------------------------------------------------
+
+
+class TokenUsedTwice(Planted):
+    """A redelivery has the token of the delivery before: nobody is fenced."""
+
+    class rows(MemoryTransaction):  # noqa: N801 - takes the place of the attribute
+        def next(self, counter: Counter) -> int:
+            return max(1, super().next(counter) // 2) if counter == "token" else super().next(counter)
+
+
+class TokenOfTheStage(Planted):
+    """Tokens grow within a request's stage only, so that they fall from one stage to the next."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        def claim(self, worker: WorkerRow, deadline: Deadline, stopped: Callable[[], bool]) -> Delivery | None:
+            got = super().claim(worker, deadline, stopped)
+            if got is None:
+                return None
+            row = replace(got.request, token=got.stage.attempt)
+            with self._engine.transaction(write=True) as tx:
+                tx.put_request(row)
+            return replace(got, request=row)
+
+
+class DeliveredTwice(Planted):
+    """A job is given to a second worker while the first one has it."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        last: Delivery | None = None
+
+        def claim(self, worker: WorkerRow, deadline: Deadline, stopped: Callable[[], bool]) -> Delivery | None:
+            before, self.last = self.last, None
+            if before is not None and before.request.worker != worker.worker_id:
+                return before
+            self.last = super().claim(worker, deadline, stopped)
+            return self.last
+
+
+class TakesWithoutALock(Planted):
+    """Choosing a job and taking it are two steps, between which another thread can choose the same."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        def claim(self, worker: WorkerRow, deadline: Deadline, stopped: Callable[[], bool]) -> Delivery | None:
+            with self._engine.transaction(write=False) as tx:
+                seen = next((row for row in tx.queued(worker.stage, "standard")), None)
+            threading.Event().wait(0.002)
+            got = super().claim(worker, deadline, stopped)
+            if seen is None or got is None or got.request.request_id == seen.request_id:
+                return got
+            with self._engine.transaction(write=True) as tx:
+                tx.put_request(replace(got.request, state="queued", worker=None, lease_until_s=None))
+                now = tx.request(seen.request_id)
+                stage = tx.stage(seen.request_id, worker.stage)
+                assert now is not None
+                assert stage is not None
+                return replace(got, request=now, stage=stage)
+
+
+class NeverRedelivers(Planted):
+    """Claims never lapse: a dead worker keeps its job for ever."""
+
+    class rows(MemoryTransaction):  # noqa: N801
+        def overdue(self, now_s: float) -> list[RequestRow]:
+            return [
+                row for row in super().overdue(now_s) if row.deadline_at_s is not None and row.deadline_at_s <= now_s
+            ]
+
+
+class RedeliversEarly(Planted):
+    """A claim lapses at half of its life."""
+
+    class rows(MemoryTransaction):  # noqa: N801
+        life_s = 5.0
+
+        def put_request(self, row: RequestRow) -> None:
+            if row.lease_until_s is not None:
+                row = replace(row, lease_until_s=row.lease_until_s - self.life_s)
+            super().put_request(row)
+
+
+class LateCompleteAccepted(Planted):
+    """A completion is taken from whoever comes, with whatever token."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        def finish(self, request_id: str, token: int, result: Plain) -> None:
+            with self._engine.transaction(write=False) as tx:
+                row = tx.request(request_id)
+            super().finish(request_id, token if row is None else row.token, result)
+
+
+class LateProgressAccepted(Planted):
+    """Progress with an old token is shown, and renews the other worker's claim."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        def progress(self, request_id: str, token: int, fraction: float, note: str) -> None:
+            with self._engine.transaction(write=False) as tx:
+                row = tx.request(request_id)
+            super().progress(request_id, token if row is None else row.token, fraction, note)
+
+
+class RenewalRevives(Planted):
+    """A renewal brings a lapsed claim back, over the head of its new holder."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        def renew(self, worker: WorkerRow, held: Mapping[str, int]) -> Mapping[str, Any]:
+            with self._engine.transaction(write=True) as tx:
+                for request_id, token in held.items():
+                    row = tx.request(request_id)
+                    if row is not None and row.state == "running" and row.token != token:
+                        tx.put_request(replace(row, token=token, worker=worker.worker_id))
+            return super().renew(worker, held)
+
+
+class AttemptsWithoutEnd(Planted):
+    """Redeliveries are not counted, so that a job which kills its workers goes on for ever."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        def claim(self, worker: WorkerRow, deadline: Deadline, stopped: Callable[[], bool]) -> Delivery | None:
+            got = super().claim(worker, deadline, stopped)
+            if got is not None:
+                with self._engine.transaction(write=True) as tx:
+                    tx.put_stage(replace(got.stage, spent=0))
+            return got
+
+
+class LostWhenGivenBack(Planted):
+    """A job that is given back is dropped from the queue and stays running for ever."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        def give_back(self, request_id: str, token: int, note: str) -> State:
+            return "queued"
+
+
+# -- clients ----------------------------------------------------------------------------------------------------------
+
+
+class CancelIgnored(Planted):
+    """A cancel of a running request is confirmed and has no effect."""
+
+    class queue(MemoryQueue):  # noqa: N801
+        def cancel(self, request_id: str) -> bool:
+            running = any(one.request_id == request_id and one.state == "running" for one in self.requests())
+            return True if running else super().cancel(request_id)
+
+
+class CancelUntold(Planted):
+    """The worker of a cancelled request is not told at its renewal."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        def renew(self, worker: WorkerRow, held: Mapping[str, int]) -> Mapping[str, Any]:
+            lost = super().renew(worker, held)
+            return {name: error for name, error in lost.items() if error.code != "cancelled"}
+
+
+class DeadlineIgnored(Planted):
+    """A deadline that passed while a worker has the job is not heeded."""
+
+    class rows(MemoryTransaction):  # noqa: N801
+        def put_request(self, row: RequestRow) -> None:
+            super().put_request(replace(row, deadline_at_s=None) if row.state == "running" else row)
+
+
+class ResultReadOnce(Planted):
+    """A result is gone once it was read."""
+
+    class queue(MemoryQueue):  # noqa: N801
+        def result(self, request_id: str, timeout_s: float | None = None) -> Plain:
+            found = super().result(request_id, timeout_s)
+            self.forget(request_id)
+            return found
+
+
+class EndToldTwice(Planted):
+    """The end of a request is told two times."""
+
+    class rows(MemoryTransaction):  # noqa: N801
+        def append_event(self, event: QueueEvent, keep: int) -> None:
+            super().append_event(event, keep)
+            if event.kind == "failed":
+                super().append_event(event, keep)
+
+
+class PayloadAsJson(Planted):
+    """A payload goes through JSON: int keys become text."""
+
+    class queue(MemoryQueue):  # noqa: N801
+        def submit(self, task: StageTask, *, if_absent: bool = False) -> bool:
+            if isinstance(task.payload, dict):
+                task = replace(task, payload={str(key): value for key, value in task.payload.items()})
+            return super().submit(task, if_absent=if_absent)
+
+
+class HandleAsBytes(Planted):
+    """A StageHandle comes back as its bytes."""
+
+    class queue(MemoryQueue):  # noqa: N801
+        def submit(self, task: StageTask, *, if_absent: bool = False) -> bool:
+            return super().submit(replace(task, handle=codec.pack_handle(task.handle)[1]), if_absent=if_absent)
+
+
+class FullButTaken(Planted):
+    """The queue says that it is full, and has queued the request all the same."""
+
+    class queue(MemoryQueue):  # noqa: N801
+        def submit(self, task: StageTask, *, if_absent: bool = False) -> bool:
+            try:
+                return super().submit(task, if_absent=if_absent)
+            except Exception as exc:
+                if getattr(exc, "code", "") == "queue_full":
+                    with self._engine.transaction(write=True) as tx:
+                        like = next(iter(tx.requests()))
+                        tx.put_request(replace(like, request_id=task.request_id or "", number=tx.next("request")))
+                raise
+
+
+class RefusedButQueued(Planted):
+    """A request whose payload is refused stands in the queue without one."""
+
+    class queue(MemoryQueue):  # noqa: N801
+        def submit(self, task: StageTask, *, if_absent: bool = False) -> bool:
+            try:
+                return super().submit(task, if_absent=if_absent)
+            except ConfigError:
+                if task.payload is not None:
+                    super().submit(replace(task, payload=None), if_absent=True)
+                raise
+
+
+class SleepsThroughClose(Planted):
+    """Who waits is not woken when the queue is closed, and gives up by itself, empty-handed."""
+
+    class queue(MemoryQueue):  # noqa: N801
+        def events(self, since: int = 0, *, limit: int = 1000, timeout_s: float = 0.0) -> list[QueueEvent]:
+            if timeout_s:
+                threading.Event().wait(1.0)
+                return []
+            return super().events(since, limit=limit, timeout_s=timeout_s)
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+
+
+class CreditNotReturned(Planted):
+    """The credit of a job that failed stays taken."""
+
+    class rows(MemoryTransaction):  # noqa: N801
+        leaked = 0
+
+        def count(self, stage: str, state: State) -> int:
+            extra = self.leaked if (stage, state) == ("denoise", "running") else 0
+            return super().count(stage, state) + extra
+
+    class desk(WorkerDesk):  # noqa: N801
+        def fail(self, request_id: str, token: int, error: Any, retryable: bool) -> State:
+            engine = self._engine
+            assert isinstance(engine, MemoryEngine)
+            row = engine._rows.request(request_id)
+            after = super().fail(request_id, token, error, retryable)
+            if row is not None and row.stage == "denoise":
+                engine._rows.leaked += 1  # type: ignore[attr-defined]
+            return after
+
+
+class AdmittedWithoutCredit(Planted):
+    """Results that wait downstream are not counted, so that more is admitted than there is room for."""
+
+    class rows(MemoryTransaction):  # noqa: N801
+        def count(self, stage: str, state: State) -> int:
+            return 0 if (stage, state) == ("decode", "queued") else super().count(stage, state)
+
+
+class UrgentFirstAlways(Planted):
+    """As long as there is urgent work nobody else is served."""
+
+    class rows(MemoryTransaction):  # noqa: N801
+        def passes(self, stage: str) -> Passes:
+            return {}
+
+
+class LastComeFirstServed(Planted):
+    """The newest request of a class is served first."""
+
+    class rows(MemoryTransaction):  # noqa: N801
+        def queued(self, stage: str, priority: Any) -> Iterable[RequestRow]:
+            return reversed(list(super().queued(stage, priority)))
+
+
+class AffinityForEver(Planted):
+    """A task waits for its preferred worker however long that takes."""
+
+    class rows(MemoryTransaction):  # noqa: N801
+        def queued(self, stage: str, priority: Any) -> Iterable[RequestRow]:
+            return [replace(row, queued_at_s=1e9) if row.affinity else row for row in super().queued(stage, priority)]
+
+
+class LostInputAsFailure(Planted):
+    """A lost input ends the request instead of being made again."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        def lose_input(self, request_id: str, token: int, error: Any) -> State:
+            return self.fail(request_id, token, error, False)
+
+
+class RewindForgetsAttempts(Planted):
+    """A stage that makes a lost input again begins to count anew; only a history shows it."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        def lose_input(self, request_id: str, token: int, error: Any) -> State:
+            after = super().lose_input(request_id, token, error)
+            with self._engine.transaction(write=True) as tx:
+                row = tx.request(request_id)
+                stage = None if row is None else tx.stage(request_id, row.stage)
+                if stage is not None and after == "queued":
+                    tx.put_stage(replace(stage, attempt=stage.attempt - 1))
+            return after
+
+
+# -- files and processes ----------------------------------------------------------------------------------------------
+
+
+class SubmittedInTwoSteps(PlantedFile):
+    """A request and its task are written one after the other, and a process can die in between."""
+
+    class queue(SqliteQueue):  # noqa: N801
+        def submit(self, task: StageTask, *, if_absent: bool = False) -> bool:
+            request_id = task.request_id or ""
+            packed = intake.pack(self.config.max_task_bytes, "task", task)
+            taken = super().submit(replace(task, payload=None), if_absent=False)
+            threading.Event().wait(0.01)
+            with self._engine.transaction(write=True) as tx:
+                row, stage = tx.request(request_id), tx.stage(request_id, task.stage)
+                assert row is not None
+                assert stage is not None
+                tx.put_request(replace(row, fingerprint=packed.fingerprint))
+                tx.put_stage(replace(stage, payload=packed.payload))
+            return taken
+
+
+class ConfirmedBeforeWritten(PlantedFile):
+    """A submit is confirmed when it is in the process's memory; a thread writes it a moment later."""
+
+    class queue(SqliteQueue):  # noqa: N801
+        def submit(self, task: StageTask, *, if_absent: bool = False) -> bool:
+            def write() -> None:
+                threading.Event().wait(0.05)
+                StoredQueue.submit(self, task, if_absent=True)
+
+            threading.Thread(target=write, daemon=True).start()
+            return True
+
+
+class DoneBeforeWritten(PlantedFile):
+    """A completion is confirmed before it is written, and lost with the process."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        def finish(self, request_id: str, token: int, result: Plain) -> None:
+            def write() -> None:
+                threading.Event().wait(0.05)
+                WorkerDesk.finish(self, request_id, token, result)
+
+            threading.Thread(target=write, daemon=True).start()
+
+
+class CompletedInTwoSteps(PlantedFile):
+    """The end of a request is told before it is written: a process that dies in between has it told twice."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        def finish(self, request_id: str, token: int, result: Plain) -> None:
+            packed = codec.pack_plain("result", result, at_most=1 << 20)
+
+            def tell(book: Any) -> None:
+                row, job = outcome.fence(book, request_id, token)
+                book.tell("done", row, attempt=job.attempt, worker=row.worker or "")
+
+            self._engine.run(tell)
+            threading.Event().wait(0.05)
+            with self._engine.transaction(write=True) as tx:
+                row = tx.request(request_id)
+                assert row is not None
+                tx.put_request(
+                    replace(row, state="done", result=packed, worker=None, lease_until_s=None, ended=tx.next("end"))
+                )
+            self._engine.wake()
+
+
+class TokensOfTheProcess(PlantedFile):
+    """Each process counts its tokens for itself, so that two of them give the same."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        given = 0
+
+        def claim(self, worker: WorkerRow, deadline: Deadline, stopped: Callable[[], bool]) -> Delivery | None:
+            got = super().claim(worker, deadline, stopped)
+            if got is None:
+                return None
+            self.given += 1
+            row = replace(got.request, token=self.given)
+            with self._engine.transaction(write=True) as tx:
+                tx.put_request(row)
+            return replace(got, request=row)
+
+
+class ForgottenOnReopening(PlantedFile):
+    """Results are kept by the process that completed them, and are gone with it."""
+
+    class queue(SqliteQueue):  # noqa: N801
+        def close(self) -> None:
+            if not self._engine.closed:
+                with self._engine.transaction(write=True) as tx:
+                    for row in list(tx.requests()):
+                        if row.state == "done":
+                            tx.put_request(replace(row, result=codec.pack_plain("result", None, at_most=9)))
+            super().close()
+
+
+class DeafToOthers(PlantedFile):
+    """A worker never hears that another process cancelled its request."""
+
+    desk = CancelUntold.desk
+
+
+#: Test of the suite that must fail, by the name of the planted queue. Other tests may fail too.
+CAUGHT_BY: dict[str, str] = {
+    "TokenUsedTwice": "test_tokens_grow_with_every_claim",
+    "TokenOfTheStage": "test_tokens_grow_with_every_claim",
+    "DeliveredTwice": "test_a_claim_is_kept_until_its_lease_ends",
+    "TakesWithoutALock": "test_threads_that_race_never_hold_one_job",
+    "NeverRedelivers": "test_a_lapsed_claim_is_redelivered_and_its_holder_is_fenced",
+    "RedeliversEarly": "test_a_claim_is_kept_until_its_lease_ends",
+    "LateCompleteAccepted": "test_a_late_holder_is_fenced_whatever_it_does",
+    "LateProgressAccepted": "test_a_late_holder_is_fenced_whatever_it_does",
+    "RenewalRevives": "test_a_renewal_tells_of_the_loss_and_brings_nothing_back",
+    "AttemptsWithoutEnd": "test_dead_workers_use_attempts_up_and_the_client_is_told",
+    "LostWhenGivenBack": "test_a_returned_job_is_delivered_again",
+    "CancelIgnored": "test_a_cancelled_running_request_stays_cancelled",
+    "CancelUntold": "test_the_worker_of_a_cancelled_request_is_told",
+    "DeadlineIgnored": "test_a_deadline_ends_a_running_request_and_its_worker_is_told",
+    "ResultReadOnce": "test_a_result_is_the_same_each_time_it_is_asked_for",
+    "EndToldTwice": "test_each_end_is_told_once",
+    "PayloadAsJson": "test_payload_values_come_back_equal",
+    "HandleAsBytes": "test_a_handle_comes_back_as_given",
+    "FullButTaken": "test_a_full_queue_refuses_and_queues_nothing",
+    "RefusedButQueued": "test_what_is_not_plain_is_refused_and_not_queued",
+    "SleepsThroughClose": "test_close_wakes_all_who_wait_with_a_typed_error",
+    "CreditNotReturned": "test_the_credit_comes_back_however_the_job_ends",
+    "AdmittedWithoutCredit": "test_denoise_is_admitted_only_against_a_credit",
+    "UrgentFirstAlways": "test_no_priority_class_starves",
+    "LastComeFirstServed": "test_first_come_first_served_within_a_class",
+    "AffinityForEver": "test_affinity_waits_for_its_worker_but_not_for_ever",
+    "LostInputAsFailure": "test_a_lost_input_goes_back_to_its_maker",
+    "RewindForgetsAttempts": "test_random_histories_agree_with_the_model",
+    "SubmittedInTwoSteps": "test_a_client_killed_in_submit_leaves_requests_whole_or_absent",
+    "ConfirmedBeforeWritten": "test_a_client_killed_in_submit_leaves_requests_whole_or_absent",
+    "DoneBeforeWritten": "test_a_worker_killed_in_complete_loses_and_doubles_nothing",
+    "CompletedInTwoSteps": "test_a_worker_killed_in_complete_loses_and_doubles_nothing",
+    "TokensOfTheProcess": "test_processes_that_race_never_hold_one_job",
+    "ForgottenOnReopening": "test_everything_survives_reopening",
+    "DeafToOthers": "test_a_cancel_and_a_deadline_reach_another_process",
+}
