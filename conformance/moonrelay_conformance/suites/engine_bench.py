@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from moonrelay.handle import EngineAddress, Region
 from moonrelay.transfer.base import Operation, OperationState, TransferEngine
 from moonrelay_conformance.suites.base import Suite
 from moonrelay_conformance.suites.part_footprint import at, differs
-from moonrelay_conformance.suites.part_process import HelperProcess, pattern
+from moonrelay_conformance.suites.part_process import HelperPool, HelperProcess, pattern
 from moonrelay_conformance.suites.part_shared import once_per_class
 from moonrelay_conformance.targets.parts import EngineTarget
 from moonrelay_conformance.targets.recipe import recipe
@@ -34,6 +34,7 @@ END_S = 45.0
 #: What memory holds before a read.
 CANARY = 0xA5
 _PAUSE_S = 0.0005
+_SETTINGS = {"progress_timeout_s": PROGRESS_S, "hostname": "127.0.0.1"}
 _MODULE = "moonrelay_conformance.suites.engine_peer"
 
 
@@ -55,21 +56,19 @@ class EngineBench:
     Args:
         target: What is tested.
         folder: For the engines' files; one for all benches whose engines are to meet.
-        logs: For the logs of processes.
+        helpers: Processes with a producer.
     """
 
-    def __init__(self, target: EngineTarget, folder: Path, logs: Path) -> None:
+    def __init__(self, target: EngineTarget, folder: Path, helpers: HelperPool) -> None:
         self.target = target
         self.folder = folder
-        self._logs = logs
+        self._helpers = helpers
         self._stack = contextlib.ExitStack()
-        self._peers = 0
+        self._stack.callback(helpers.take_back)
 
     def new(self, **changes: object) -> TransferEngine:
         """Return an engine, not started, that is closed with the bench."""
-        engine = self.target.make(
-            self.target.config(self.folder, **{"progress_timeout_s": PROGRESS_S, "hostname": "127.0.0.1", **changes})
-        )
+        engine = self.target.make(self.target.config(self.folder, **{**_SETTINGS, **changes}))
         self._stack.callback(engine.close)
         return engine
 
@@ -91,18 +90,8 @@ class EngineBench:
         return region
 
     def peer(self) -> EnginePeerProcess:
-        """Start a process with a producer."""
-        self._peers += 1
-        log = self._logs / f"peer-{self._peers}.log"
-        process = self._stack.enter_context(HelperProcess(_MODULE, log))
-        process.do(
-            "start",
-            path=[one for one in sys.path if one],
-            target=recipe(self.target),
-            folder=str(self.folder),
-            changes={"progress_timeout_s": PROGRESS_S, "hostname": "127.0.0.1"},
-        )
-        return EnginePeerProcess(process)
+        """Return a process with a producer."""
+        return EnginePeerProcess(self._helpers.take())
 
     def names(self) -> tuple[str, ...]:
         """Return the names of shared memory, read around the engine."""
@@ -113,13 +102,22 @@ class EngineBench:
         self._stack.close()
 
 
+@dataclass(frozen=True, slots=True)
 class Pair:
     """A producer and a consumer, and a third that is either; all started."""
 
-    def __init__(self, producer: TransferEngine, consumer: TransferEngine, third: TransferEngine) -> None:
-        self.producer = producer
-        self.consumer = consumer
-        self.third = third
+    producer: TransferEngine
+    consumer: TransferEngine
+    third: TransferEngine
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRun:
+    """What all benches of one run share: the target, the folder, the processes."""
+
+    target: EngineTarget
+    folder: Path
+    helpers: HelperPool
 
 
 class EngineSuite(Suite):
@@ -128,20 +126,20 @@ class EngineSuite(Suite):
     kind: ClassVar[str] = "engine"
 
     @pytest.fixture
-    def bench(self, folder: Path, target: Any, tmp_path: Path) -> Iterator[EngineBench]:
+    def bench(self, run: EngineRun) -> Iterator[EngineBench]:
         """Engines and memory of one test."""
-        bench = EngineBench(target, folder, tmp_path)
+        bench = EngineBench(run.target, run.folder, run.helpers)
         try:
             yield bench
         finally:
             bench.close()
 
     @pytest.fixture
-    def pair(self, request: pytest.FixtureRequest, folder: Path, target: Any, tmp_path: Path) -> Pair:
+    def pair(self, request: pytest.FixtureRequest, run: EngineRun) -> Pair:
         """Engines for the tests of one run that neither close nor disturb them."""
 
         def make() -> tuple[Pair, Callable[[], None]]:
-            bench = EngineBench(target, folder, tmp_path)
+            bench = EngineBench(run.target, run.folder, run.helpers)
             try:
                 return Pair(bench.engine(), bench.engine(), bench.engine()), bench.close
             except BaseException:
@@ -151,12 +149,22 @@ class EngineSuite(Suite):
         return once_per_class(request, _PAIR, make)
 
     @pytest.fixture
-    def folder(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """The folder of all engines of one run."""
-        return once_per_class(request, _FOLDER, lambda: (tmp_path_factory.mktemp("engine"), lambda: None))
+    def run(self, request: pytest.FixtureRequest, target: Any, tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+        """What all benches of one run share."""
+
+        def make() -> tuple[EngineRun, Callable[[], None]]:
+            folder, logs = tmp_path_factory.mktemp("engine"), tmp_path_factory.mktemp("logs")
+            helpers = HelperPool(
+                _MODULE,
+                logs,
+                lambda: {"target": recipe(target), "folder": str(folder), "changes": _SETTINGS},
+            )
+            return EngineRun(target, folder, helpers), helpers.close
+
+        return once_per_class(request, _RUN, make)
 
 
-_FOLDER = pytest.StashKey[Path]()
+_RUN = pytest.StashKey[EngineRun]()
 _PAIR = pytest.StashKey[Pair]()
 
 

@@ -46,11 +46,14 @@ class EnginePeer:
         """Release memory."""
         self._engine.release(self._regions.pop(name))
 
+    def reset(self) -> None:
+        """Release everything."""
+        while self._regions:
+            self._engine.release(self._regions.popitem()[1])
+
     def close(self) -> None:
         """Release everything, and close the engine."""
-        for region in self._regions.values():
-            self._engine.release(region)
-        self._regions.clear()
+        self.reset()
         self._engine.close()
 
 

@@ -22,7 +22,7 @@ from moonrelay_conformance.suites.engine_bench import (
 from moonrelay_conformance.suites.part_process import pattern
 
 MIB = 1 << 20
-_POOL = 64 * MIB
+_POOL = 32 * MIB
 _PIECES = 16
 
 

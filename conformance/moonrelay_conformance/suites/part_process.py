@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -58,10 +58,16 @@ class HelperProcess:
             )
         self._received = b""
         self._stopped = False
+        self._unanswered = 0
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def reusable(self) -> bool:
+        """Whether it runs and has nothing to do."""
+        return self._process.poll() is None and not self._stopped and self._unanswered == 0
 
     def do(self, order: str, *, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Any:
         """Give an order and wait for its answer.
@@ -78,12 +84,14 @@ class HelperProcess:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": order, **arguments}).encode() + b"\n")
+            self._unanswered += 1
         except BrokenPipeError:
             self._fail("ended before an order reached it")
 
     def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         """Wait for the next answer."""
         answer = json.loads(self.line(timeout_s))
+        self._unanswered -= 1
         if "ok" in answer:
             return answer["ok"]
         if "error" in answer:
@@ -159,12 +167,58 @@ class HelperProcess:
         raise HelperFailedError(message)
 
 
+class HelperPool:
+    """Processes of the tests of one class, all started alike: one that is whole serves the next test too.
+
+    Args:
+        module: As for `HelperProcess`.
+        logs: Folder for logs; made when absent.
+        start: Gives the arguments of the order ``start``; asked when a process is needed.
+    """
+
+    def __init__(self, module: str, logs: Path, start: Callable[[], Mapping[str, Any]]) -> None:
+        self._module = module
+        self._logs = logs
+        self._start = start
+        self._idle: list[HelperProcess] = []
+        self._busy: list[HelperProcess] = []
+        self._made = 0
+
+    def take(self) -> HelperProcess:
+        """Return a started process."""
+        if self._idle:
+            self._busy.append(self._idle.pop())
+            return self._busy[-1]
+        self._logs.mkdir(parents=True, exist_ok=True)
+        self._made += 1
+        process = HelperProcess(self._module, self._logs / f"helper-{self._made}.log")
+        self._busy.append(process)
+        process.do("start", path=[one for one in sys.path if one], **self._start())
+        return process
+
+    def take_back(self) -> None:
+        """End what a test stopped, killed or left at work; keep the others."""
+        busy, self._busy = self._busy, []
+        for process in busy:
+            if process.reusable:
+                process.do("reset")
+                self._idle.append(process)
+            else:
+                process.end()
+
+    def close(self) -> None:
+        """End all."""
+        for process in (*self._idle, *self._busy):
+            process.end()
+        self._idle, self._busy = [], []
+
+
 def serve(start: Callable[..., Any]) -> None:
     """Answer orders until standard input ends; what `HelperProcess` talks to.
 
     Args:
         start: Makes the object whose methods are the orders, with the arguments of the first one. A method that yields
-            gives an answer for each item. Its ``close`` is called at the end.
+            gives an answer for each item. Its ``reset`` is called between two tests, its ``close`` at the end.
     """
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what libraries write to standard output must not mix with answers

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from moonrelay.handle import Extent
 from moonrelay.relay.base import Relay
 from moonrelay_conformance.suites.base import Suite
 from moonrelay_conformance.suites.part_footprint import Memory
-from moonrelay_conformance.suites.part_process import HelperProcess
+from moonrelay_conformance.suites.part_process import HelperPool, HelperProcess
 from moonrelay_conformance.suites.part_shared import once_per_class
 from moonrelay_conformance.targets.parts import RelayGround, RelayTarget
 from moonrelay_conformance.targets.recipe import recipe
@@ -59,27 +59,41 @@ class Quiet:
             assert self._calls == 1, f"{what}: it was said {self._calls} times that the memory is quiet"
 
 
-class RelayBench:
-    """A relay, and what a test stores with it.
+@dataclass(frozen=True, slots=True)
+class RelayRun:
+    """What all tests of one run share.
 
-    Args:
+    Attributes:
         target: What is tested.
         ground: The store.
         relay: A started relay of that store.
         folder: The store's folder, if it has files.
-        logs: For the logs of processes.
+        helpers: Processes with a relay of that store.
     """
 
-    def __init__(self, target: RelayTarget, ground: RelayGround, relay: Relay, folder: Path, logs: Path) -> None:
-        self.target = target
-        self.target_folder = folder
-        self.relay = relay
-        self._ground = ground
-        self._logs = logs
+    target: RelayTarget
+    ground: RelayGround
+    relay: Relay
+    folder: Path
+    helpers: HelperPool
+
+
+class RelayBench:
+    """A relay, and what a test stores with it.
+
+    Args:
+        run: What all tests of one run share.
+    """
+
+    def __init__(self, run: RelayRun) -> None:
+        self.target = run.target
+        self.relay = run.relay
+        self.target_folder = run.folder
+        self._run = run
         self._stack = contextlib.ExitStack()
+        self._stack.callback(run.helpers.take_back)
         self._keys: list[str] = []
         self._prefix = f"{NAMESPACE}/{uuid.uuid4().hex[:12]}"
-        self._peers = 0
 
     def key(self, name: str) -> str:
         """Return a key of this test; what lies there is removed at its end."""
@@ -93,7 +107,7 @@ class RelayBench:
 
     def stored(self) -> tuple[str, ...]:
         """Return what lies in the store, read around the relay."""
-        return tuple(self._ground.stored())
+        return tuple(self._run.ground.stored())
 
     def until_stored(self, wanted: Sequence[str], *, within_s: float = 20.0) -> list[str]:
         """Wait until nothing but ``wanted`` lies in the store; return what else does."""
@@ -104,7 +118,7 @@ class RelayBench:
 
     def new(self) -> Relay:
         """Return a relay of the store, not started, that is closed with the bench."""
-        relay = self.target.make(self._ground.url, capacity_bytes=CAPACITY_BYTES, namespace=NAMESPACE)
+        relay = self.target.make(self._run.ground.url, capacity_bytes=CAPACITY_BYTES, namespace=NAMESPACE)
         self._stack.callback(relay.close)
         return relay
 
@@ -125,18 +139,8 @@ class RelayBench:
         return memory.read() if self.relay.get(key, cut(memory), soon()) else None
 
     def peer(self) -> HelperProcess:
-        """Start a process with a relay of the same store."""
-        self._peers += 1
-        process = self._stack.enter_context(HelperProcess(_MODULE, self._logs / f"peer-{self._peers}.log"))
-        process.do(
-            "start",
-            path=[one for one in sys.path if one],
-            target=recipe(self.target),
-            url=self.relay.url,
-            capacity_bytes=CAPACITY_BYTES,
-            namespace=NAMESPACE,
-        )
-        return process
+        """Return a process with a relay of the same store."""
+        return self._run.helpers.take()
 
     def close(self) -> None:
         """End processes and further relays, and remove what the test stored."""
@@ -151,27 +155,38 @@ class RelaySuite(Suite):
 
     @pytest.fixture
     def bench(
-        self, request: pytest.FixtureRequest, target: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+        self, request: pytest.FixtureRequest, target: Any, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[RelayBench]:
         """The run's store and relay, with keys of one test."""
 
-        def make() -> tuple[tuple[RelayGround, Relay, Path], Callable[[], None]]:
+        def make() -> tuple[RelayRun, Callable[[], None]]:
             with contextlib.ExitStack() as stack:
-                folder = tmp_path_factory.mktemp("relay")
+                folder, logs = tmp_path_factory.mktemp("relay"), tmp_path_factory.mktemp("logs")
                 ground = stack.enter_context(target.ground(folder, capacity_bytes=CAPACITY_BYTES))
                 relay = target.make(ground.url, capacity_bytes=CAPACITY_BYTES, namespace=NAMESPACE)
                 stack.callback(relay.close)
                 relay.start()
-                return (ground, relay, folder), stack.pop_all().close
+                helpers = HelperPool(
+                    _MODULE,
+                    logs,
+                    lambda: {
+                        "target": recipe(target),
+                        "url": relay.url,
+                        "capacity_bytes": CAPACITY_BYTES,
+                        "namespace": NAMESPACE,
+                    },
+                )
+                stack.callback(helpers.close)
+                return RelayRun(target, ground, relay, folder, helpers), stack.pop_all().close
 
-        bench = RelayBench(target, *once_per_class(request, _SHARED, make), tmp_path)
+        bench = RelayBench(once_per_class(request, _RUN, make))
         try:
             yield bench
         finally:
             bench.close()
 
 
-_SHARED = pytest.StashKey[tuple[RelayGround, Relay, Path]]()
+_RUN = pytest.StashKey[RelayRun]()
 
 
 def soon(seconds: float = _TIMEOUT_S) -> Deadline:

@@ -55,6 +55,9 @@ class RelayPeer:
             if n >= keep:
                 self._relay.remove([f"{prefix}/{n - keep}"], _soon())
 
+    def reset(self) -> None:
+        """Nothing of a test is kept here."""
+
     def close(self) -> None:
         """Disconnect."""
         self._relay.close()
