@@ -49,8 +49,8 @@ class GuardItem(pytest.Item):
         if found:
             pytest.fail("; ".join(found), pytrace=False)
 
-    def reportinfo(self) -> tuple[Path, None, str]:
-        return self.path, None, f"{self.suite.__name__}.{self.name}"
+    def reportinfo(self) -> tuple[Path, int, str]:
+        return self.path, 0, f"{self.suite.__name__}.{self.name}"
 
     @property
     def suite(self) -> type[Suite]:
