@@ -46,7 +46,7 @@ wheel: setup
 	$(BIN)/nox --session wheel
 
 conformance: setup
-	$(if $(ARGS),$(BIN)/moonrelay conformance $(ARGS),$(BIN)/nox --session conformance matrix)
+	$(if $(ARGS),$(BIN)/moonrelay conformance $(ARGS),$(BIN)/nox --session conformance third_party matrix)
 
 matrix: setup
 	$(BIN)/nox --session matrix -- --update

@@ -1,22 +1,49 @@
-"""Sessions: ``unit`` and ``wheel`` need no host; a session per host runs that host's adapter tests."""
+"""Sessions: ``unit`` and ``wheel`` need no host; a session per host runs that host's adapter tests.
+
+``conformance`` runs the suite against what lies here, ``third_party`` against an adapter that somebody else wrote, and
+``matrix`` joins the reports that these and the hosts' sessions left in ``out/conformance``.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import sys
 import sysconfig
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 
 import nox
+from nox.command import CommandFailed
 
 nox.options.sessions = ["unit", "wheel"]
 nox.options.error_on_external_run = False
 nox.needs_version = ">=2024.4"
 
 ROOT = Path(__file__).parent
-#: Sessions that run a host's own adapter tests in an environment of their own; .ci/run runs them all.
+#: Sessions that run a host's own adapter tests in an environment of their own; .ci/run runs them all. Each leaves the
+#: report of its adapter in REPORTS, as ``third_party`` does.
 HOST_SESSIONS: tuple[str, ...] = ()
+#: What ``conformance`` runs the suite against, in the environment that runs nox.
+TARGETS = (
+    "engine:memory",
+    "engine:shm",
+    "engine:mooncake",
+    "relay:memory",
+    "relay:local",
+    "relay:mooncake",
+    "queue:memory",
+    "queue:sqlite",
+    "adapter:diffusers",
+)
+REPORTS = ROOT / "out" / "conformance"
+COMMITTED = ROOT / "conformance" / "matrix.md"
+#: The test that must find the fault of docs/examples/third_party_adapter_faulty.
+PLANTED = "test_structure_is_kept"
 
 
 @nox.session(venv_backend="none")
@@ -47,10 +74,7 @@ def wheel(session: nox.Session) -> None:
     is the wheel of Moonrelay, not of torch.
     """
     scratch = Path(session.create_tmp()).resolve()
-    built = scratch / "dist"
-    shutil.rmtree(built, ignore_errors=True)
-    session.run(sys.executable, "-m", "build", "--wheel", "--outdir", str(built), str(ROOT), external=True, silent=True)
-    (archive,) = built.glob("moonrelay-*.whl")
+    archive = built_wheel(session, scratch)
     lender = scratch_path_file(session)
     lender.unlink(missing_ok=True)
     session.install("--force-reinstall", "-c", "constraints.txt", str(archive))
@@ -78,6 +102,94 @@ def wheel(session: nox.Session) -> None:
     session.run(
         "python", "-m", "pytest", "tests/unit", "tests/property", "tests/test_architecture.py", *session.posargs
     )
+
+
+@nox.session(venv_backend="none")
+def conformance(session: nox.Session) -> None:
+    """Run the suite against every engine, relay, queue and adapter of this environment; leave a report of each.
+
+    Everything after ``--`` goes to each run, e.g. ``--level L1``.
+    """
+    shutil.rmtree(REPORTS, ignore_errors=True)
+    REPORTS.mkdir(parents=True)
+    failed = []
+    for target in TARGETS:
+        started = monotonic()
+        report = REPORTS / f"{target.replace(':', '-')}.json"
+        command = (sys.executable, "-m", "moonrelay.cli.main", "conformance", target, "--json", str(report))
+        try:
+            session.run(*command, *session.posargs)
+        except CommandFailed:  # the others are run all the same
+            failed.append(target)
+        session.log(f"{target}: {monotonic() - started:.0f} s")
+    if failed:
+        session.error(f"not conforming: {', '.join(failed)}")
+
+
+@nox.session
+def third_party(session: nox.Session) -> None:
+    """Run the commands of docs/adapters.md in a clean environment: the wheel, and the examples beside that page.
+
+    The good adapter must pass and leaves its report for the matrix; the faulty one must fail by the test named PLANTED.
+    """
+    archive = built_wheel(session, Path(session.create_tmp()).resolve())
+    session.install("-c", "constraints.txt", "torch==2.13.0")
+    session.install("-c", "constraints.txt", f"moonrelay[conformance] @ {archive.as_uri()}")
+    session.env["PIP_CONSTRAINT"] = str(ROOT / "constraints.txt")
+    session.env["PYTHONPATH"] = ""
+    with tempfile.TemporaryDirectory(prefix="moonrelay-third-party-") as folder:  # outside: no settings of ours apply
+        shutil.copytree(ROOT / "docs" / "examples", folder, dirs_exist_ok=True)
+        session.chdir(folder)
+        for command, code in page_commands(ROOT / "docs" / "adapters.md", "third_party"):
+            session.run(*shlex.split(command), success_codes=[code])
+        faulty = json.loads((Path(folder) / "acme-faulty.json").read_bytes())
+        found = sorted({result["test"] for result in faulty["results"] if result["outcome"] == "failed"})
+        if found != [PLANTED]:
+            session.error(f"the planted fault was to be found by {PLANTED} alone, not by {found}")
+        REPORTS.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(folder) / "acme.json", REPORTS / "adapter-acme.json")
+
+
+@nox.session(venv_backend="none")
+def matrix(session: nox.Session) -> None:
+    """Join the reports in ``out/conformance``; a cell that is worse than in conformance/matrix.md fails.
+
+    ``-- --update`` writes conformance/matrix.md instead.
+    """
+    reports = sorted(str(path) for path in REPORTS.glob("*.json"))
+    if not reports:
+        session.error(f"no reports in {REPORTS.relative_to(ROOT)}; run `make conformance`")
+    command = [sys.executable, "-m", "moonrelay.cli.main", "conformance", "--matrix", *reports]
+    command += ["--html", str(REPORTS / "index.html")]
+    if "--update" in session.posargs:
+        session.run(*command, "--markdown", str(COMMITTED))
+        return
+    session.log(f"{REPORTS.relative_to(ROOT)}/index.html; where a change is meant: make matrix, and commit the file")
+    session.run(*command, "--markdown", str(REPORTS / "matrix.md"), "--against", str(COMMITTED))
+
+
+def built_wheel(session: nox.Session, scratch: Path) -> Path:
+    """Build the wheel of this checkout and return it."""
+    built = scratch / "dist"
+    shutil.rmtree(built, ignore_errors=True)
+    session.run(sys.executable, "-m", "build", "--wheel", "--outdir", str(built), str(ROOT), external=True, silent=True)
+    (archive,) = built.glob("moonrelay-*.whl")
+    return archive
+
+
+def page_commands(page: Path, session_name: str) -> Iterator[tuple[str, int]]:
+    """Yield the commands of a page that a session runs, each with the exit code that it must have.
+
+    They stand in the ``console`` blocks that follow a line ``<!-- run by nox: NAME -->``, after ``$ ``; a comment
+    ``# exit 1`` says that the command ends with 1.
+    """
+    block = rf"<!-- run by nox: {session_name} -->\n+```console\n(.*?)^```"
+    for text in re.findall(block, page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE):
+        for line in text.splitlines():
+            command, _, comment = line.partition("  #")
+            if command.startswith("$ "):
+                code = re.match(r" exit (\d+)", comment)
+                yield command.removeprefix("$ ").strip(), int(code[1]) if code else 0
 
 
 def scratch_path_file(session: nox.Session) -> Path:

@@ -73,7 +73,7 @@ class AcmeHost:
 def _check(tree: object, place: str) -> None:
     if place.count("[") > 64:
         return  # deeper than Moonrelay carries; it refuses that by itself
-    if isinstance(tree, (tuple, set, frozenset)):
+    if type(tree) in (tuple, set, frozenset):
         raise AcmeRefused(place, f"is a {type(tree).__name__}; Acme has lists and dicts only")
     if isinstance(tree, dict):
         for key, value in tree.items():
