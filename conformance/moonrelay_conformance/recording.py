@@ -203,7 +203,12 @@ class Run:
         label = target.info().label
         if isinstance(item, GuardItem):
             return _Check(
-                label=label, id=_id(item.name), kind=Kind.PROMISE, level=Level.L1, title=guard.TITLE, test=item.name
+                label=label,
+                id=_id(item.name),
+                kind=Kind.PROMISE,
+                level=self.levels[0],
+                title=guard.TITLE,
+                test=item.name,
             )
         if not isinstance(item, pytest.Function):
             return None

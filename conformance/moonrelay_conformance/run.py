@@ -101,7 +101,8 @@ def run(
         with _alarm_kept(), _terminable() as ended, contextlib.redirect_stdout(shown):
             code = pytest.main(arguments, plugins=[plugin, handover])
     report = handover.reports[0] if handover.reports else None
-    if code == pytest.ExitCode.INTERRUPTED or ended:
+    # Pytest says "interrupted" of a session that it ended since a class could not be collected, too.
+    if ended or (code == pytest.ExitCode.INTERRUPTED and not handover.problems):
         raise RunInterrupted(report, ended[0] if ended else signal.SIGINT)
     if report is None or code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RunBroken(_why(handover.problems, shown.getvalue()), target=target.name)
