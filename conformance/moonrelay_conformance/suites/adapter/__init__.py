@@ -6,7 +6,9 @@ from moonrelay_conformance.suites.adapter.cases import CorpusTests
 from moonrelay_conformance.suites.adapter.faults import ControlFaultTests, EngineFaultTests, RelayFaultTests
 from moonrelay_conformance.suites.adapter.leaks import LeakTests
 from moonrelay_conformance.suites.adapter.leases import LeaseTests
+from moonrelay_conformance.suites.adapter.machine import ModelTests
 from moonrelay_conformance.suites.adapter.peers import DeadConsumerTests, DeadProducerTests, WreckTests
+from moonrelay_conformance.suites.adapter.pipeline import PipelineTests
 from moonrelay_conformance.suites.adapter.scenarios import ScenarioTests
 
 __all__ = ["AdapterConformance"]
@@ -16,6 +18,7 @@ class AdapterConformance(
     CorpusTests,
     ScenarioTests,
     LeaseTests,
+    ModelTests,
     LeakTests,
     EngineFaultTests,
     RelayFaultTests,
@@ -23,5 +26,6 @@ class AdapterConformance(
     DeadProducerTests,
     DeadConsumerTests,
     WreckTests,
+    PipelineTests,
 ):
     """What every host adapter must pass. Subclass it and set ``target``."""

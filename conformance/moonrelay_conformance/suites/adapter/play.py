@@ -180,9 +180,8 @@ class Player:
         self._begun.clear()
         self._drop_kept()
         if not self._finished_clean():
-            # A claim or payload may be left behind: those sides are started anew for whoever comes next.
-            for actor in self._met.values():
-                actor.kill()
+            # A claim or payload may be left behind: those sides are ended, whoever comes next has others.
+            self._stage.retire(*self._met.values())
 
     def _finished_clean(self) -> bool:
         steps = self._note.steps or []
@@ -339,12 +338,13 @@ class Player:
         return Order("abort_ticket", arguments, CALL_S, _done)
 
     def _order_receive(self, step: Step) -> Order:
-        sent, timeout_s, name = self._sent[step.of], step.timeout_s, self._stage.name("r")
-        self._kept.append((self._side(step), name))
+        sent = self._sent[step.of]
+        arguments = {"ticket": sent.ticket, "timeout_s": step.timeout_s}
         if step.name:
+            arguments["name"] = name = self._stage.name("r")
             self._claims[step.side, step.name] = (name, sent)
-        arguments = {"ticket": sent.ticket, "timeout_s": timeout_s, "name": name}
-        return Order("receive", arguments, timeout_s, self._delivered(sent.digest))
+            self._kept.append((self._side(step), name))
+        return Order("receive", arguments, step.timeout_s, self._delivered(sent.digest))
 
     def _order_claim(self, step: Step) -> Order:
         name, sent = self._stage.name("c"), self._sent[step.of]

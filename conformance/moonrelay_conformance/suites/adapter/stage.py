@@ -346,13 +346,16 @@ class Stage:
             left.clear()
             for actor in actors:
                 if actor.alive:
-                    actor.do("collect")
                     held = actor.in_use()
+                    if held:
+                        # Only now: it takes its time in a process with torch.
+                        actor.do("collect")
+                        held = actor.in_use()
                     if held:
                         left[actor.name] = held
             return not left
 
-        until(clear, within_s)
+        until(clear, within_s, step_s=0.05)
         return "; ".join(
             f"{name} holds {', '.join(f'{count} {what}' for what, count in held.items())}"
             for name, held in left.items()
