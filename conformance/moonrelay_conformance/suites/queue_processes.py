@@ -98,8 +98,8 @@ class PeerProcess:
         return self.told
 
     def wait_told(self, count: int, *, for_s: float) -> None:
-        """Wait until the peer has told of ``count`` things, or was silent for ``for_s``."""
-        while len(self.told) < count:
+        """Wait until the peer has told of ``count`` things, has come to its end, or was silent for ``for_s``."""
+        while len(self.told) < count and not self._lines:
             line = self._read(for_s)
             if line is None:
                 return
@@ -220,7 +220,9 @@ class Peers:
 
     def open(self) -> StageQueue:
         """Open the queue in this process once more."""
-        queue = self._target.open(self.url, clock=None, pipeline=None, config=CONFIG)
+        # What this process claims must not lapse when the machine is busy; the peers' claims are those that do.
+        config = {**CONFIG, "lease_s": LONG_LEASE_S}
+        queue = self._target.open(self.url, clock=None, pipeline=None, config=config)
         self._opened.append(queue)
         return queue
 

@@ -5,75 +5,24 @@ Importable as ``planted.queues:TokenUsedTwice``, also in the processes that the 
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, ClassVar
-from urllib.parse import quote
+from typing import Any
 
-from moonrelay.clock import Clock, Deadline, SystemClock
-from moonrelay.config import build
+from moonrelay.clock import Clock, Deadline
 from moonrelay.errors import ConfigError
 from moonrelay.queueing import Pipeline, QueueConfig, QueueEvent, StageTask, codec, intake, outcome
 from moonrelay.queueing.delivery import Delivery
 from moonrelay.queueing.fairness import Passes
 from moonrelay.queueing.memory import MemoryEngine, MemoryQueue, MemoryTransaction
+from moonrelay.queueing.rows import SqliteTransaction
 from moonrelay.queueing.sqlite import SqliteQueue
 from moonrelay.queueing.states import State
 from moonrelay.queueing.store import Counter, RequestRow, WorkerRow
 from moonrelay.queueing.stored import StoredQueue, WorkerDesk
 from moonrelay.queueing.task import Plain
-from moonrelay_conformance.capability import Capability, Support
-from moonrelay_conformance.targets.parts import QueueTarget, declared
-
-
-class Planted(QueueTarget):
-    """A faulty queue as a target: a queue in memory whose rows, desk or calls are exchanged.
-
-    Attributes:
-        rows: What stores.
-        desk: What serves the workers.
-        queue: What is called.
-    """
-
-    rows: ClassVar[type[MemoryTransaction]] = MemoryTransaction
-    desk: ClassVar[type[WorkerDesk]] = WorkerDesk
-    queue: ClassVar[type[StoredQueue]] = MemoryQueue
-
-    def __init__(self) -> None:
-        self.name = type(self).__name__
-
-    def capabilities(self) -> Mapping[Capability, Support]:
-        return declared()
-
-    def url(self, folder: Path) -> str:
-        return "memory://"
-
-    def open(
-        self, url: str, *, clock: Clock | None, pipeline: Pipeline | None, config: Mapping[str, object] | None
-    ) -> StoredQueue:
-        settings = build(QueueConfig, config, env_prefix="QUEUE")
-        made = self.queue.open(url, clock=clock or SystemClock(), pipeline=pipeline, config=settings)
-        assert isinstance(made, StoredQueue)
-        if isinstance(made._engine, MemoryEngine):
-            made._engine._rows = self.rows()
-        made._desk = self.desk(made._engine)
-        return made
-
-
-class PlantedFile(Planted):
-    """A faulty queue that is a file shared by processes."""
-
-    queue = SqliteQueue
-
-    def capabilities(self) -> Mapping[Capability, Support]:
-        return declared(Capability.PROCESSES, Capability.DURABLE)
-
-    def url(self, folder: Path) -> str:
-        return f"sqlite:///{quote(str(folder))}/queue-{secrets.token_hex(4)}.db"
-
+from planted.queue_base import Planted, PlantedFile
 
 # -- claims -----------------------------------------------------------------------------------------------------------
 
@@ -403,6 +352,10 @@ class SubmittedInTwoSteps(PlantedFile):
         def submit(self, task: StageTask, *, if_absent: bool = False) -> bool:
             request_id = task.request_id or ""
             packed = intake.pack(self.config.max_task_bytes, "task", task)
+            with self._engine.transaction(write=False) as tx:
+                known = tx.request(request_id) is not None
+            if known:
+                return super().submit(task, if_absent=if_absent)
             taken = super().submit(replace(task, payload=None), if_absent=False)
             threading.Event().wait(0.01)
             with self._engine.transaction(write=True) as tx:
@@ -497,6 +450,66 @@ class DeafToOthers(PlantedFile):
     desk = CancelUntold.desk
 
 
+class LateFromAnotherProcess(PlantedFile):
+    """A completion is taken from whoever comes, also from another process."""
+
+    desk = LateCompleteAccepted.desk
+
+
+class LateAfterAStop(PlantedFile):
+    """The same, and what comes is a process that stood still."""
+
+    desk = LateCompleteAccepted.desk
+
+
+class DoneToldTwice(PlantedFile):
+    """A completion tells the end two times."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        def finish(self, request_id: str, token: int, result: Plain) -> None:
+            super().finish(request_id, token, result)
+            with self._engine.transaction(write=False) as tx:
+                row = tx.request(request_id)
+            if row is not None:
+                self._engine.run(lambda book: book.tell("done", row, attempt=1))
+
+
+class ConfirmedEarly(PlantedFile):
+    """A submit is confirmed when it is in the process's memory, and everybody dies."""
+
+    queue = ConfirmedBeforeWritten.queue
+
+
+class SubmitsWithoutALock(PlantedFile):
+    """To look for an id and to take it are two steps: two processes are both told that theirs was taken in."""
+
+    class queue(SqliteQueue):  # noqa: N801
+        def submit(self, task: StageTask, *, if_absent: bool = False) -> bool:
+            known = any(one.request_id == task.request_id for one in self.requests())
+            threading.Event().wait(0.02)
+            return super().submit(task, if_absent=if_absent) or not known
+
+
+class AdmittedByEachProcess(PlantedFile):
+    """Results that wait downstream are not counted, in a queue of several processes."""
+
+    class file_rows(SqliteTransaction):  # noqa: N801
+        def count(self, stage: str, state: State) -> int:
+            return 0 if (stage, state) == ("decode", "queued") else super().count(stage, state)
+
+
+class AnyPipeline(PlantedFile):
+    """Whoever opens the queue with another pipeline gets the stored one, and is not told."""
+
+    class queue(SqliteQueue):  # noqa: N801
+        @classmethod
+        def open(cls, url: str, *, clock: Clock, pipeline: Pipeline | None, config: QueueConfig) -> SqliteQueue:
+            try:
+                return super().open(url, clock=clock, pipeline=pipeline, config=config)
+            except ConfigError:
+                return super().open(url, clock=clock, pipeline=None, config=config)
+
+
 #: Test of the suite that must fail, by the name of the planted queue. Other tests may fail too.
 CAUGHT_BY: dict[str, str] = {
     "TokenUsedTwice": "test_tokens_grow_with_every_claim",
@@ -534,4 +547,11 @@ CAUGHT_BY: dict[str, str] = {
     "TokensOfTheProcess": "test_processes_that_race_never_hold_one_job",
     "ForgottenOnReopening": "test_everything_survives_reopening",
     "DeafToOthers": "test_a_cancel_and_a_deadline_reach_another_process",
+    "LateFromAnotherProcess": "test_a_late_holder_in_another_process_is_fenced",
+    "LateAfterAStop": "test_a_worker_stopped_past_its_claim_is_fenced",
+    "DoneToldTwice": "test_each_request_ends_once_while_workers_are_killed",
+    "ConfirmedEarly": "test_everything_confirmed_survives_the_death_of_everybody",
+    "SubmitsWithoutALock": "test_processes_that_submit_one_id_queue_it_once",
+    "AdmittedByEachProcess": "test_credits_are_one_account_for_all_processes",
+    "AnyPipeline": "test_the_pipeline_is_kept_with_the_queue",
 }
