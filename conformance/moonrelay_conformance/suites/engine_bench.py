@@ -173,15 +173,15 @@ def fill(region: Region, seed: int) -> None:
     ctypes.memmove(region.base, pattern(seed, region.nbytes), region.nbytes)
 
 
-def ended(operation: Operation, *, within_s: float = END_S) -> OperationState:
+def ended(operation: Operation) -> OperationState:
     """Poll a read to its end, and hold its answer to what an operation promises.
 
     Raises:
         AssertionError: It runs on, changes its answer, or fails without a typed reason.
     """
-    deadline = Deadline(within_s, SystemClock())
+    deadline = Deadline(END_S, SystemClock())
     while (state := operation.poll()) is OperationState.RUNNING:
-        assert not deadline.expired, f"a read still runs after {within_s} s"
+        assert not deadline.expired, f"a read still runs after {END_S} s"
         threading.Event().wait(_PAUSE_S)
     error = operation.error
     if state is OperationState.DONE:
@@ -201,8 +201,6 @@ def deliver(
     remote_address: int,
     local_address: int,
     nbytes: int,
-    *,
-    within_s: float = END_S,
 ) -> None:
     """Read, until it is done; a failure that says it may pass is tried again twice, as the connector does.
 
@@ -212,7 +210,7 @@ def deliver(
     error: MoonrelayError | None = None
     for _ in range(3):
         operation = consumer.read(peer, region, remote_address, local_address, nbytes)
-        if ended(operation, within_s=within_s) is OperationState.DONE:
+        if ended(operation) is OperationState.DONE:
             return
         error = operation.error
         if error is not None and not error.retryable:

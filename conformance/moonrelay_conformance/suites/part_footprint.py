@@ -14,7 +14,9 @@ from pathlib import Path
 
 from moonrelay.clock import Deadline, SystemClock
 
-_SETTLE_S = 10.0
+#: Until when what was let go must be gone.
+SETTLE_S = 10.0
+_BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,9 @@ def settles_at(before: Footprint, folder: Path, *, slack_bytes: int) -> None:
         slack_bytes: By how much mapped memory may have grown: the C library keeps some for its threads.
 
     Raises:
-        AssertionError: It still does after ten seconds; the message says what is left.
+        AssertionError: It still does after `SETTLE_S`; the message says what is left.
     """
-    deadline = Deadline(_SETTLE_S, SystemClock())
+    deadline = Deadline(SETTLE_S, SystemClock())
     while True:
         now = footprint(folder)
         left = [
@@ -114,6 +116,6 @@ def differs(found: bytes, wanted: bytes) -> str:
         return ""
     if len(found) != len(wanted):
         return f"{len(found)} bytes instead of {len(wanted)}"
-    count = sum(a != b for a, b in zip(found, wanted, strict=True))
-    first = next(n for n, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
-    return f"{count} of {len(wanted)} bytes are wrong, the first at {first}"
+    starts = [n for n in range(0, len(wanted), _BLOCK) if found[n : n + _BLOCK] != wanted[n : n + _BLOCK]]
+    first = next(n for n in range(starts[0], len(wanted)) if found[n] != wanted[n])
+    return f"bytes are wrong, the first at {first} of {len(wanted)}, in {len(starts)} blocks of {_BLOCK}"

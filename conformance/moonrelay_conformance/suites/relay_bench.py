@@ -29,6 +29,8 @@ from moonrelay_conformance.targets.recipe import recipe
 #: Of the store.
 CAPACITY_BYTES = 32 << 20
 NAMESPACE = "conformance"
+#: Until when what was removed, or was never finished, must be gone.
+STORED_S = 20.0
 _TIMEOUT_S = 30.0
 _MODULE = "moonrelay_conformance.suites.relay_peer"
 
@@ -109,9 +111,9 @@ class RelayBench:
         """Return what lies in the store, read around the relay."""
         return tuple(self._run.ground.stored())
 
-    def until_stored(self, wanted: Sequence[str], *, within_s: float = 20.0) -> list[str]:
+    def until_stored(self, wanted: Sequence[str]) -> list[str]:
         """Wait until nothing but ``wanted`` lies in the store; return what else does."""
-        deadline = Deadline(within_s, SystemClock())
+        deadline = Deadline(STORED_S, SystemClock())
         while (left := sorted(set(self.stored()) - set(wanted))) and not deadline.expired:
             threading.Event().wait(0.05)
         return left

@@ -43,15 +43,17 @@ class RelayPeer:
         """Try to be the first with ``value`` under ``count`` keys; return what stands under each."""
         return [self._relay.put_if_absent(f"{prefix}/{n}", value.encode(), _soon()).decode() for n in range(count)]
 
-    def churn(self, prefix: str, nbytes: int, keep: int) -> Iterator[int]:
+    def churn(self, prefix: str, nbytes: int, keep: int) -> Iterator[list[object]]:
         """Store one object after the other, number ``n`` from seed ``n``, keeping the last ones; never ends.
 
         Yields:
-            The number of each object, when it is stored.
+            ``["begin", n]`` right before an object is stored, ``["stored", n]`` right after.
         """
         for n in itertools.count():
-            self.put(f"{prefix}/{n}", n, nbytes)
-            yield n
+            buffer = ctypes.create_string_buffer(pattern(n, nbytes), nbytes)
+            yield ["begin", n]
+            self._relay.put(f"{prefix}/{n}", [Extent(ctypes.addressof(buffer), nbytes)], _soon())
+            yield ["stored", n]
             if n >= keep:
                 self._relay.remove([f"{prefix}/{n - keep}"], _soon())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -16,8 +17,11 @@ from moonrelay_conformance.suites.part_process import pattern
 from moonrelay_conformance.suites.relay_bench import RelayBench, RelaySuite, cut, soon
 
 _OBJECT = 1 << 20
+_LARGE = 4 << 20
 #: Objects that a writer which is to be killed keeps in the store.
-_KEEP = 4
+_KEEP = 3
+#: How far into a put it is killed.
+_KILLED_AFTER_S = (0.0, 0.002, 0.02)
 #: More than a writer gets to before it is killed.
 _MOST = 2000
 
@@ -46,20 +50,22 @@ class RelayProcesses(RelaySuite):
     )
     def test_a_killed_writers_objects_are_whole_or_absent(self, bench: RelayBench) -> None:
         before = bench.stored()
-        for turn, stored_before_the_kill in enumerate((_KEEP, 2 * _KEEP + 5)):
+        for turn, wait_s in enumerate(_KILLED_AFTER_S):
             peer = bench.peer()
             prefix = bench.key(f"killed/{turn}")
-            peer.send("churn", prefix=prefix, nbytes=_OBJECT, keep=_KEEP)
-            for _ in range(stored_before_the_kill):
-                peer.answer()
+            peer.send("churn", prefix=prefix, nbytes=_LARGE, keep=_KEEP)
+            last = -1
+            while (said := peer.answer()) != ["begin", _KEEP + turn]:
+                last = said[1] if said[0] == "stored" else last
+            threading.Event().wait(wait_s)  # a moment into the put
             peer.kill()
-            reported = [json.loads(line)["ok"] for line in peer.rest()]
-            last = reported[-1] if reported else stored_before_the_kill - 1
+            said = [json.loads(line)["ok"] for line in peer.rest()]
+            last = max([last, *(n for what, n in said if what == "stored")])
             keys = {n: bench.key(f"killed/{turn}/{n}") for n in range(last + 3)}
             for n, key in keys.items():
-                found = bench.get(key, _OBJECT)
+                found = bench.get(key, _LARGE)
                 if found is not None:
-                    wrong = differs(found, pattern(n, _OBJECT))
+                    wrong = differs(found, pattern(n, _LARGE))
                     assert not wrong, f"object {n} of a killed writer is readable and not whole: {wrong}"
                 elif last - _KEEP < n <= last:
                     message = f"object {n} was stored, and went with its writer"
@@ -101,7 +107,8 @@ class RelayProcesses(RelaySuite):
         there = bench.key("there")
         bench.put(there, pattern(3, _OBJECT))
         peer.send("churn", prefix=bench.key("silent"), nbytes=_OBJECT, keep=_KEEP)
-        peer.answer()
+        while peer.answer() != ["begin", 2]:
+            pass
         peer.stop()
         target = Memory(bytes(_OBJECT))
         try:

@@ -89,8 +89,8 @@ class RelayValues(RelaySuite):
                 super().__init__(bench)
 
         budget = hypothesis.settings(
-            max_examples=15,
-            stateful_step_count=25,
+            max_examples=20,
+            stateful_step_count=30,
             deadline=None,
             database=None,
             derandomize=True,
@@ -179,12 +179,14 @@ class _StoreMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         known = st.sampled_from(sorted([*self._objects, *self._values]))
-        keys = data.draw(st.lists(known, min_size=1, max_size=3))
+        keys = data.draw(st.lists(known, min_size=1, max_size=4, unique=True))
         self._bench.relay.remove(keys, soon())
         for key in keys:
-            self._values.pop(key, None)
+            if self._values.pop(key, None) is not None:
+                assert self._bench.relay.get_bytes(key, soon()) is None, f"{key} was removed and is there"
             if self._objects.pop(key, None) is not None:
                 self._removed.append(key)
+                assert self._bench.get(key, 10) is None, f"{key} was removed and is there"
 
     @stateful.precondition(lambda self: self._bench.target.supports(Capability.LISTING))
     @stateful.rule(prefix=st.sampled_from(["", "o", "v", "o1", "none"]))
