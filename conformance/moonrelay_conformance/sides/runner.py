@@ -180,7 +180,6 @@ class Runner:
         self._trees.pop(name, None)
         self._claims.pop(name, None)
         self._open.pop(name, None)
-        gc.collect()
 
     # -- what is seen -----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from moonrelay_conformance.capability import Capability
 from moonrelay_conformance.results import Level
@@ -22,17 +22,22 @@ from moonrelay_conformance.suites.base import promise
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-EXAMPLES: Final = 10
-STEPS: Final = 14
+EXAMPLES: Final = 14
+STEPS: Final = 18
 #: No claim lapses while the machine is busy: readers live, and the model knows no time.
 PATIENT: Final = {"claim_ttl_s": 30.0, "peer_timeout_s": 10.0}
 #: Deadline of a claim that nobody gives way to; each costs this long.
 HELD_S: Final = 0.4
 #: How many such claims one history may make.
-MOST_HELD: Final = 2
+MOST_HELD: Final = 1
 #: What was said to one side is seen by another within this long.
 SEEN_S: Final = 8.0
-_INDEX = st.integers(0, 7)
+#: Payloads of one history; few, so that their readers meet.
+MOST_PAYLOADS: Final = 2
+#: What happens, by weight.
+WEIGHED: Final = (*("claim",) * 4, *("read",) * 2, *("ack",) * 2, "nack", "publish", "abort", "release", "status")
+READERS: Final = ("consumer", "consumer2")
+_INDEX = st.integers(0, 11)
 
 
 @dataclass(eq=False)
@@ -72,7 +77,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def _payload(self, index: int) -> Played:
         return self._payloads[index % len(self._payloads)]
 
-    def _claim(self, index: int) -> Held:
+    def _claim_of(self, index: int) -> Held:
         return self._claims[index % len(self._claims)]
 
     @staticmethod
@@ -80,18 +85,45 @@ class LeaseMachine(RuleBasedStateMachine):
         told = "; ".join(sorted(allowed))
         assert observed in allowed, f"{did} was answered with {observed}; the model allows {told}"
 
-    @precondition(lambda self: len(self._payloads) < 3)
-    @rule(lease=_INDEX, seed=st.integers(0, 255))
-    def publish(self, lease: int, seed: int) -> None:
+    @initialize(lease=_INDEX)
+    def begin(self, lease: int) -> None:
+        """Begin with a payload."""
+        self._publish(lease)
+
+    @rule(what=st.sampled_from(WEIGHED), payload=_INDEX, claim=_INDEX, reader=st.sampled_from(READERS))
+    def step(self, what: str, payload: int, claim: int, reader: str) -> None:
+        """Take one step: with a claim where there is one, with a payload else."""
+        if what in ("read", "ack", "nack") and not self._claims:
+            what = "claim"
+        if what == "publish" and len(self._payloads) >= MOST_PAYLOADS:
+            what = "claim"
+        match what:
+            case "publish":
+                self._publish(payload)
+            case "claim":
+                self._claim_it(payload, reader)
+            case "read":
+                self._read(claim)
+            case "ack":
+                self._ack(claim)
+            case "nack":
+                self._nack(claim)
+            case "abort" if self._stage.supports(Capability.ABORT):
+                self._abort(payload)
+            case "release":
+                self._release(payload)
+            case "status" if self._stage.supports(Capability.STATUS):
+                self._status(payload)
+
+    def _publish(self, lease: int) -> None:
         """Publish a payload."""
         word, limit = self._leases[lease % len(self._leases)]
         readers = {"readers": limit} if word == "shared" else {}
-        sent = self._sides.producer.publish(bytes_of(512 + seed, seed), lease=word, **readers)
+        seed = len(self._payloads)
+        sent = self._sides.producer.publish(bytes_of(512 + 8 * seed, seed), lease=word, **readers)
         self._payloads.append(Played(sent, LeaseModel(limit)))
 
-    @precondition(lambda self: self._payloads)
-    @rule(payload=_INDEX, reader=st.sampled_from(["consumer", "consumer2"]))
-    def claim(self, payload: int, reader: str) -> None:
+    def _claim_it(self, payload: int, reader: str) -> None:
         """Claim a payload; where others hold it, wait for a moment in vain."""
         one, actor = self._payload(payload), self._sides(reader)
         allowed = one.model.may_claim()
@@ -107,21 +139,17 @@ class LeaseMachine(RuleBasedStateMachine):
             one.model.claimed(names[0])
             self._claims.append(Held(names[0], one, actor))
 
-    @precondition(lambda self: self._claims)
-    @rule(claim=_INDEX)
-    def read(self, claim: int) -> None:
+    def _read(self, claim: int) -> None:
         """Read what is claimed."""
-        held = self._claim(claim)
+        held = self._claim_of(claim)
         got: list[str] = []
         observed = outcome(lambda: got.append(held.reader.read(held.name)))
         assert got in ([], [held.of.sent.digest]), "a reader was given bytes that are not the payload's"
         self._check("delivered" if observed == "ok" else observed, held.of.model.may_read(), "a read")
 
-    @precondition(lambda self: self._claims)
-    @rule(claim=_INDEX)
-    def ack(self, claim: int) -> None:
+    def _ack(self, claim: int) -> None:
         """Acknowledge."""
-        held = self._claim(claim)
+        held = self._claim_of(claim)
         observed = outcome(lambda: held.reader.ack(held.name))
         self._check("done" if observed == "ok" else observed, held.of.model.may_ack(), "an ack")
         if observed == "ok":
@@ -131,35 +159,27 @@ class LeaseMachine(RuleBasedStateMachine):
             held.of.model.left(held.name)
         self._forget(held)
 
-    @precondition(lambda self: self._claims)
-    @rule(claim=_INDEX)
-    def nack(self, claim: int) -> None:
+    def _nack(self, claim: int) -> None:
         """Give a claim back."""
-        held = self._claim(claim)
+        held = self._claim_of(claim)
         observed = outcome(lambda: held.reader.nack(held.name))
         self._check(observed, frozenset({"ok"}), "a nack")
         held.of.model.left(held.name)
         self._forget(held)
 
-    @precondition(lambda self: self._payloads and self._stage.supports(Capability.ABORT))
-    @rule(payload=_INDEX)
-    def abort(self, payload: int) -> None:
+    def _abort(self, payload: int) -> None:
         """Give a payload up."""
         one = self._payload(payload)
         self._check(outcome(lambda: self._sides.producer.abort(one.sent)), frozenset({"ok"}), "an abort")
         one.model.abort()
 
-    @precondition(lambda self: self._payloads and self._stage.supports(Capability.RELEASE))
-    @rule(payload=_INDEX)
-    def release(self, payload: int) -> None:
+    def _release(self, payload: int) -> None:
         """Drop a payload."""
         one = self._payload(payload)
         self._check(outcome(lambda: self._sides.consumer.release(one.sent)), frozenset({"ok"}), "a release")
         one.model.release()
 
-    @precondition(lambda self: self._payloads and self._stage.supports(Capability.STATUS))
-    @rule(payload=_INDEX)
-    def status(self, payload: int) -> None:
+    def _status(self, payload: int) -> None:
         """Ask how a payload stands."""
         one, seen = self._payload(payload), ""
 

@@ -335,8 +335,8 @@ class Stage:
         consumer.takes(producer.publish())
         self._met.add(pair)
 
-    def settle(self, *actors: Actor, within_s: float = SETTLE_S) -> str:
-        """Wait until sides hold nothing; return what is left, empty when nothing is.
+    def settle(self, *actors: Actor, within_s: float | None = None) -> str:
+        """Wait until sides hold nothing (`SETTLE_S` at most, unless said); return what is left, empty when nothing is.
 
         Sides that do not live or stand still are not asked.
         """
@@ -355,7 +355,7 @@ class Stage:
                         left[actor.name] = held
             return not left
 
-        until(clear, within_s, step_s=0.05)
+        until(clear, SETTLE_S if within_s is None else within_s, step_s=0.05)
         return "; ".join(
             f"{name} holds {', '.join(f'{count} {what}' for what, count in held.items())}"
             for name, held in left.items()
