@@ -43,26 +43,6 @@ DTYPES = [
     "float8_e5m2",
     "float8_e5m2fnuz",
 ]
-    "bool",
-    "uint8",
-    "int8",
-    "uint16",
-    "int16",
-    "uint32",
-    "int32",
-    "uint64",
-    "int64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-]
 #: Those whose logical values differ from the contiguous tensor's.
 OTHER_VALUES = frozenset({"expanded", "overlapping", "conj", "neg"})
 SHAPES = {
