@@ -51,6 +51,12 @@ class AcmeHost:
             stage, transfer_mode="p2p", te_config=engine, lease_ttl_s=keep_s, drain_timeout_s=1.0, **connector
         )
 
+    def start(self) -> None:
+        """Start now what would start with the first tree."""
+        import torch  # noqa: F401 - takes seconds, which a reader should not spend while it holds a claim
+
+        self._connector.start()
+
     def send(self, key: str, tree: object, *, keep_s: float | None = None) -> str:
         """Offer a tree to one stage; return the baton that fetches it."""
         _check(tree, "data")
@@ -64,6 +70,10 @@ class AcmeHost:
     def drop(self, baton: str, *, wait_s: float) -> None:
         """Let go of a tree that nobody needs."""
         self._connector.release(base64.b64decode(baton), timeout_s=wait_s)
+
+    def held(self) -> Mapping[str, int]:
+        """Return what this stage still holds for trees, all zero when nothing is under way."""
+        return self._connector.in_use()
 
     def shut(self) -> None:
         """End the stage."""
@@ -112,6 +122,9 @@ class AcmeSide(AdapterSide):
             auth_key=settings.auth_key or None,
         )
 
+    def start(self) -> None:
+        self.acme.start()
+
     def publish(self, outgoing: Outgoing) -> Ticket:
         if outgoing.metadata is not None:
             not_supported(Capability.METADATA)
@@ -129,6 +142,9 @@ class AcmeSide(AdapterSide):
 
     def release(self, ticket: Ticket, *, timeout_s: float) -> None:
         self.acme.drop(ticket["baton"], wait_s=timeout_s)
+
+    def in_use(self) -> Mapping[str, int]:
+        return self.acme.held()
 
     def close(self) -> None:
         self.acme.shut()
