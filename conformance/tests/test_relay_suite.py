@@ -15,7 +15,7 @@ from moonrelay_conformance.suites.base import MARKER
 from moonrelay_conformance.suites.relay import RelayConformance
 from moonrelay_conformance.targets.base import Target
 from moonrelay_conformance.targets.parts import RelayTarget
-from moonrelay_conformance.targets.relays import FolderGround, target_for
+from moonrelay_conformance.targets.relays import FolderGround, InstalledRelay, target_for
 
 sys.path.insert(0, str(Path(__file__).parent))
 from planted import relays
@@ -90,3 +90,8 @@ def test_a_folder_is_seen_around_its_relay(tmp_path: Path) -> None:
         (tmp_path / "store" / "tmp" / "half").write_bytes(b"x")
         assert ground.stored() == ("tmp/half",)
         relay.close()
+
+
+def test_the_store_of_a_third_partys_relay_is_a_folder(tmp_path: Path) -> None:
+    with InstalledRelay("acme").ground(tmp_path, capacity_bytes=1000) as ground:
+        assert ground.url == f"acme://{tmp_path}"

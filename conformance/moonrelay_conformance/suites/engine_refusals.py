@@ -166,14 +166,13 @@ class EngineRefusals(EngineSuite):
         producer.unregister(again)
 
     @promise(Level.L1, "Memory is not registered twice, nor is nothing", requires=(Capability.FOREIGN_MEMORY,))
-    def test_overlapping_registrations_are_refused(self, bench: EngineBench, pair: Pair) -> None:
+    def test_overlapping_registrations_are_refused(self, pair: Pair) -> None:
         own = Memory(bytes(SIZE))
         region = pair.producer.register(own.address, own.nbytes)
         for address, nbytes in ((own.address, own.nbytes), (own.address, 0)):
             with pytest.raises(RegistrationError):
                 pair.producer.register(address, nbytes)
         pair.producer.unregister(region)
-        del bench
 
     @promise(Level.L1, "A read lands in registered memory, and in any memory where the engine says so")
     def test_a_read_lands_in_memory_of_the_readers_own(self, bench: EngineBench, pair: Pair) -> None:

@@ -87,7 +87,7 @@ class RelayProcesses(RelaySuite):
         peer.send("race", prefix=prefix, count=count, value="theirs")
         deadline = Deadline(20.0, SystemClock())
         while bench.relay.get_bytes(f"{prefix}/20", soon()) is None and not deadline.expired:
-            pass
+            threading.Event().wait(0.001)
         peer.kill()
         keys = [bench.key(f"racer/{n}") for n in range(count)]
         assert bench.relay.get_bytes(keys[0], soon()) == b"theirs", "a value went with its writer"

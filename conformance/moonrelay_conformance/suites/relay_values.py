@@ -94,6 +94,7 @@ class RelayValues(RelaySuite):
             deadline=None,
             database=None,
             derandomize=True,
+            phases=[hypothesis.Phase.generate],  # looking for a shorter history takes a minute of a slow store
             suppress_health_check=list(hypothesis.HealthCheck),
         )
         stateful.run_state_machine_as_test(Machine, settings=budget)
