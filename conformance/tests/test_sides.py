@@ -155,6 +155,22 @@ def test_an_edit_changes_what_a_recheck_finds(start: Callable[..., SideProcess])
     assert side.do("recheck", name="mine")["digest"] != published["digest"]
 
 
+@pytest.mark.usefixtures("shared")
+def test_a_spare_process_is_ready_and_ends_with_the_pool() -> None:
+    with SidePool() as own:
+        first = own.start(LOUD, SideSettings(role="producer", route="p2p"))
+        (spare,) = own._idle
+        second = own.start(LOUD, SideSettings(role="producer", route="p2p"))
+        assert second is spare
+        assert second.do("in_use") == {"kept": 0}
+        assert second.unanswered == 0
+        third = own._idle[0]
+    assert not any(process.alive for process in (first, second, third))
+    with SidePool(spare=False) as own:
+        own.start(LOUD, SideSettings(role="producer", route="p2p"))
+        assert own._idle == []
+
+
 def test_a_killed_side_is_not_used_again(pool: SidePool, start: Callable[..., SideProcess]) -> None:
     side = start()
     side.kill()

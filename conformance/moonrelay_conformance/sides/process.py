@@ -289,8 +289,11 @@ class SideProcess:
 class SidePool:
     """Processes of a run: one that nobody killed serves the next test too, since its start costs seconds.
 
+    One process more than is used gets ready meanwhile: tests that kill sides wait for timeouts much of their time.
+
     Args:
         python, env, log: As for `SideProcess`.
+        spare: Whether to keep that one.
 
     Threads: one.
     """
@@ -301,8 +304,10 @@ class SidePool:
         python: str = sys.executable,
         env: Mapping[str, str] | None = None,
         log: IO[Any] | None = None,
+        spare: bool = True,
     ) -> None:
         self._python = python
+        self._spare = spare
         self._env = dict(env or {})
         self._log = log
         self._folder = tempfile.TemporaryDirectory(prefix="moonrelay-sides-")
@@ -322,6 +327,10 @@ class SidePool:
         """
         process = self._take()
         self._busy.append(process)
+        if self._spare and not self._idle:
+            ready = self._made()
+            ready.send("warm")
+            self._idle.append(ready)
         process.do("start", side=side, settings=msgspec.to_builtins(settings))
         return process
 
@@ -354,6 +363,9 @@ class SidePool:
             if process.alive:
                 return process
             process.end()
+        return self._made()
+
+    def _made(self) -> SideProcess:
         return SideProcess(python=self._python, env=self._env, folder=Path(self._folder.name), log=self._log)
 
 

@@ -48,6 +48,10 @@ class Runner:
 
     # -- life -------------------------------------------------------------------------------------------------------
 
+    def warm(self) -> None:
+        """Import what every side needs."""
+        importlib.import_module("moonrelay_conformance.corpus.trees")
+
     def start(self, side: str, settings: dict[str, Any]) -> None:
         """Make and start ``module:Class`` with settings."""
         if self._side is not None:
