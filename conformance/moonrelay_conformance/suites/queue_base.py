@@ -24,6 +24,8 @@ LEASE: Final = 10.0
 PATIENCE_S: Final = 60.0
 #: Kinds of events that are a request's end.
 ENDS: Final = ("done", "failed", "cancelled", "dead")
+#: Within this a call that waits must come back, in real seconds; below the 30 s after which a `ManualClock` wakes it.
+_WOKEN_S: Final = 20.0
 _REAL_UNIT_S: Final = 0.2
 
 
@@ -194,9 +196,9 @@ class Aside:
         self._thread.start()
 
     def outcome(self) -> object:
-        """Return what the call returned, or raise what it raised. Blocks: until then, `PATIENCE_S` at most."""
-        self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive(), f"the call did not come back within {PATIENCE_S:g} s"
+        """Return what the call returned, or raise what it raised. Blocks: until then, `_WOKEN_S` at most."""
+        self._thread.join(_WOKEN_S)
+        assert not self._thread.is_alive(), f"the call did not come back within {_WOKEN_S:g} s"
         if self._error is not None:
             raise self._error
         return self._value

@@ -395,6 +395,7 @@ class Claims(QueueSuite):
         waiting = Aside(lambda: queue.result("r1"))
         assert waiting.running(0.05)
         pace.advance(6)
+        assert at(queue, "r1") == ("failed", "encode")
         with pytest.raises(DeadlineExceeded) as caught:
             waiting.outcome()
         assert (caught.value.context["state"], caught.value.context["stage"]) == ("failed", "encode")

@@ -123,9 +123,11 @@ class Peer:
     def drain(self, stage: str, total: int, below: str | None = None) -> None:
         """Work in a stage until ``total`` requests have ended as done; tell of each completion that was confirmed."""
         with self.queue.register_worker(stage) as worker:
-            while self.queue.stats().ended.get("done", 0) < total:
+            while True:
                 job = worker.take(timeout_s=_PAUSE_S)
                 if job is None:
+                    if self.queue.stats().ended.get("done", 0) >= total:
+                        return
                     continue
                 try:
                     if below is None:

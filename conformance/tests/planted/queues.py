@@ -12,10 +12,10 @@ from typing import Any
 
 from moonrelay.clock import Clock, Deadline
 from moonrelay.errors import ConfigError
-from moonrelay.queueing import Pipeline, QueueConfig, QueueEvent, StageTask, codec, intake, outcome
+from moonrelay.queueing import Pipeline, QueueConfig, StageTask, codec, intake, outcome
 from moonrelay.queueing.delivery import Delivery
 from moonrelay.queueing.fairness import Passes
-from moonrelay.queueing.memory import MemoryEngine, MemoryQueue, MemoryTransaction
+from moonrelay.queueing.memory import MemoryEngine, MemoryTransaction
 from moonrelay.queueing.rows import SqliteTransaction
 from moonrelay.queueing.sqlite import SqliteQueue
 from moonrelay.queueing.states import State
@@ -23,6 +23,25 @@ from moonrelay.queueing.store import Counter, RequestRow, WorkerRow
 from moonrelay.queueing.stored import StoredQueue, WorkerDesk
 from moonrelay.queueing.task import Plain
 from planted.queue_base import Planted, PlantedFile
+from planted.queue_clients import (
+    CancelIgnored,
+    CancelUntold,
+    DeadlineIgnored,
+    EndedForEver,
+    EndToldTwice,
+    EventsForEver,
+    FinalFailureTriedAgain,
+    FullButTaken,
+    HandleAsBytes,
+    PayloadAsJson,
+    QueuedCancelIgnored,
+    QueuedDeadlineIgnored,
+    RefusedButQueued,
+    RepeatedSubmitTakenIn,
+    ResultReadOnce,
+    SleepsThroughClose,
+    WholeFloatAsInt,
+)
 
 # -- claims -----------------------------------------------------------------------------------------------------------
 
@@ -158,112 +177,6 @@ class LostWhenGivenBack(Planted):
             return "queued"
 
 
-# -- clients ----------------------------------------------------------------------------------------------------------
-
-
-class CancelIgnored(Planted):
-    """A cancel of a running request is confirmed and has no effect."""
-
-    class queue(MemoryQueue):  # noqa: N801
-        def cancel(self, request_id: str) -> bool:
-            running = any(one.request_id == request_id and one.state == "running" for one in self.requests())
-            return True if running else super().cancel(request_id)
-
-
-class CancelUntold(Planted):
-    """The worker of a cancelled request is not told at its renewal."""
-
-    class desk(WorkerDesk):  # noqa: N801
-        def renew(self, worker: WorkerRow, held: Mapping[str, int]) -> Mapping[str, Any]:
-            lost = super().renew(worker, held)
-            return {name: error for name, error in lost.items() if error.code != "cancelled"}
-
-
-class DeadlineIgnored(Planted):
-    """A deadline that passed while a worker has the job is not heeded."""
-
-    class rows(MemoryTransaction):  # noqa: N801
-        def put_request(self, row: RequestRow) -> None:
-            super().put_request(replace(row, deadline_at_s=None) if row.state == "running" else row)
-
-
-class ResultReadOnce(Planted):
-    """A result is gone once it was read."""
-
-    class queue(MemoryQueue):  # noqa: N801
-        def result(self, request_id: str, timeout_s: float | None = None) -> Plain:
-            found = super().result(request_id, timeout_s)
-            self.forget(request_id)
-            return found
-
-
-class EndToldTwice(Planted):
-    """The end of a request is told two times."""
-
-    class rows(MemoryTransaction):  # noqa: N801
-        def append_event(self, event: QueueEvent, keep: int) -> None:
-            super().append_event(event, keep)
-            if event.kind == "failed":
-                super().append_event(event, keep)
-
-
-class PayloadAsJson(Planted):
-    """A payload goes through JSON: int keys become text."""
-
-    class queue(MemoryQueue):  # noqa: N801
-        def submit(self, task: StageTask, *, if_absent: bool = False) -> bool:
-            if isinstance(task.payload, dict):
-                task = replace(task, payload={str(key): value for key, value in task.payload.items()})
-            return super().submit(task, if_absent=if_absent)
-
-
-class HandleAsBytes(Planted):
-    """A StageHandle comes back as its bytes."""
-
-    class queue(MemoryQueue):  # noqa: N801
-        def submit(self, task: StageTask, *, if_absent: bool = False) -> bool:
-            return super().submit(replace(task, handle=codec.pack_handle(task.handle)[1]), if_absent=if_absent)
-
-
-class FullButTaken(Planted):
-    """The queue says that it is full, and has queued the request all the same."""
-
-    class queue(MemoryQueue):  # noqa: N801
-        def submit(self, task: StageTask, *, if_absent: bool = False) -> bool:
-            try:
-                return super().submit(task, if_absent=if_absent)
-            except Exception as exc:
-                if getattr(exc, "code", "") == "queue_full":
-                    with self._engine.transaction(write=True) as tx:
-                        like = next(iter(tx.requests()))
-                        tx.put_request(replace(like, request_id=task.request_id or "", number=tx.next("request")))
-                raise
-
-
-class RefusedButQueued(Planted):
-    """A request whose payload is refused stands in the queue without one."""
-
-    class queue(MemoryQueue):  # noqa: N801
-        def submit(self, task: StageTask, *, if_absent: bool = False) -> bool:
-            try:
-                return super().submit(task, if_absent=if_absent)
-            except ConfigError:
-                if task.payload is not None:
-                    super().submit(replace(task, payload=None), if_absent=True)
-                raise
-
-
-class SleepsThroughClose(Planted):
-    """Who waits is not woken when the queue is closed, and gives up by itself, empty-handed."""
-
-    class queue(MemoryQueue):  # noqa: N801
-        def events(self, since: int = 0, *, limit: int = 1000, timeout_s: float = 0.0) -> list[QueueEvent]:
-            if timeout_s:
-                threading.Event().wait(1.0)
-                return []
-            return super().events(since, limit=limit, timeout_s=timeout_s)
-
-
 # -- order ------------------------------------------------------------------------------------------------------------
 
 
@@ -318,6 +231,40 @@ class AffinityForEver(Planted):
     class rows(MemoryTransaction):  # noqa: N801
         def queued(self, stage: str, priority: Any) -> Iterable[RequestRow]:
             return [replace(row, queued_at_s=1e9) if row.affinity else row for row in super().queued(stage, priority)]
+
+
+class AffinityToNobody(Planted):
+    """A task whose preferred worker does not exist is shown to nobody."""
+
+    class rows(MemoryTransaction):  # noqa: N801
+        def queued(self, stage: str, priority: Any) -> Iterable[RequestRow]:
+            return [row for row in super().queued(stage, priority) if row.affinity.get("host") != "n9"]
+
+
+class PriorityLost(Planted):
+    """A request is of the standard class from its second stage on."""
+
+    class desk(WorkerDesk):  # noqa: N801
+        def advance(self, request_id: str, token: int, task: StageTask) -> None:
+            super().advance(request_id, token, replace(task, priority=task.priority or "standard"))
+
+
+class LoadMiscounted(Planted):
+    """The number of requests under way counts those that have ended."""
+
+    class rows(MemoryTransaction):  # noqa: N801
+        def active(self) -> int:
+            return len(list(self.requests()))
+
+
+class GoneButCounted(Planted):
+    """The credits of a worker that left can still be taken."""
+
+    class rows(MemoryTransaction):  # noqa: N801
+        def drop_worker(self, worker_id: str) -> None:
+            row = self.worker(worker_id)
+            if row is None or row.stage != "decode":
+                super().drop_worker(worker_id)
 
 
 class LostInputAsFailure(Planted):
@@ -510,6 +457,27 @@ class AnyPipeline(PlantedFile):
                 return super().open(url, clock=clock, pipeline=None, config=config)
 
 
+__all__ = [
+    "CAUGHT_BY",
+    "CancelIgnored",
+    "CancelUntold",
+    "DeadlineIgnored",
+    "EndToldTwice",
+    "EndedForEver",
+    "EventsForEver",
+    "FinalFailureTriedAgain",
+    "FullButTaken",
+    "HandleAsBytes",
+    "PayloadAsJson",
+    "QueuedCancelIgnored",
+    "QueuedDeadlineIgnored",
+    "RefusedButQueued",
+    "RepeatedSubmitTakenIn",
+    "ResultReadOnce",
+    "SleepsThroughClose",
+    "WholeFloatAsInt",
+]
+
 #: Test of the suite that must fail, by the name of the planted queue. Other tests may fail too.
 CAUGHT_BY: dict[str, str] = {
     "TokenUsedTwice": "test_tokens_grow_with_every_claim",
@@ -554,4 +522,15 @@ CAUGHT_BY: dict[str, str] = {
     "SubmitsWithoutALock": "test_processes_that_submit_one_id_queue_it_once",
     "AdmittedByEachProcess": "test_credits_are_one_account_for_all_processes",
     "AnyPipeline": "test_the_pipeline_is_kept_with_the_queue",
+    "QueuedDeadlineIgnored": "test_a_deadline_ends_a_queued_request",
+    "QueuedCancelIgnored": "test_a_cancelled_queued_request_is_never_worked_on",
+    "FinalFailureTriedAgain": "test_a_final_failure_ends_the_request_at_once",
+    "RepeatedSubmitTakenIn": "test_a_repeated_submit_is_harmless_with_if_absent",
+    "WholeFloatAsInt": "test_result_values_come_back_equal",
+    "EventsForEver": "test_old_events_go_first_and_numbers_go_on",
+    "EndedForEver": "test_ended_requests_are_kept_up_to_their_bound",
+    "AffinityToNobody": "test_affinity_to_nobody_holds_nothing_up",
+    "PriorityLost": "test_priority_is_kept_through_the_stages",
+    "LoadMiscounted": "test_stats_show_the_load_there_is",
+    "GoneButCounted": "test_a_credit_that_comes_lets_the_next_job_in",
 }
