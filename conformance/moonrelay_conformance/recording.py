@@ -94,7 +94,7 @@ class _Check:
     unsupported: str = ""
     known: str | None = None
     outcome: Outcome = Outcome.NOT_RUN
-    reason: str = "not run"
+    reason: str = ""
     details: str = ""
     seconds: float = 0.0
     note: Note = field(default_factory=Note)

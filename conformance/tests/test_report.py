@@ -27,7 +27,11 @@ def report(
     *results: Result, name: str = "diffusers", kind: str = "adapter", complete: bool = True, **more: object
 ) -> Report:
     info = TargetInfo(
-        kind=kind, name=name, distribution="moonrelay 0.1.7", host="diffusers 0.42.1", capabilities={"p2p": "full"}
+        kind=kind,
+        name=name,
+        distribution="moonrelay 0.1.7",
+        host="diffusers 0.42.1 (engine shm)",
+        capabilities={"p2p": "full"},
     )
     return Report(target=info, levels=tuple(Level), results=results, complete=complete, **more)  # type: ignore[arg-type]
 
@@ -101,7 +105,10 @@ class TestMatrix:
             target=TargetInfo(kind="adapter", name="diffusers", host="diffusers 0.36.0"), levels=(), results=()
         )
         keys = [column.key for column in join([report(), other]).columns]
-        assert keys == ["adapter:diffusers (diffusers 0.36)", "adapter:diffusers (moonrelay 0.1, diffusers 0.42)"]
+        assert keys == [
+            "adapter:diffusers (diffusers 0.36)",
+            "adapter:diffusers (moonrelay 0.1, diffusers 0.42 (engine shm))",
+        ]
 
     def test_versions_do_not_mix(self) -> None:
         with pytest.raises(ConfigError, match="corpus versions 1 and 2 do not join"):

@@ -6,6 +6,7 @@ bytes, and a scenario goes the same way step by step, on every route of every ad
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,6 +15,8 @@ from moonrelay.errors import ConfigError
 from moonrelay_conformance.report.text import word, worst
 from moonrelay_conformance.results import Kind, Level, Outcome, Report, Result
 
+#: A version, up to what is kept of it.
+_VERSION: Final = re.compile(r"\b(\d+\.\d+)\.[\w.+]*\w")
 #: The tables: kind of target, kind of check (``None`` is all), heading. A table without rows is left out.
 _TABLES: Final = (
     ("adapter", Kind.CASE, "Adapters: cases"),
@@ -215,8 +218,7 @@ def _about(report: Report) -> str:
 
 
 def _without_patch(text: str) -> str:
-    name, _, version = text.rpartition(" ")
-    return f"{name} {'.'.join(version.split('.')[:2])}" if name else text
+    return _VERSION.sub(r"\1", text)
 
 
 def _table(kind: str, check: Kind | None, heading: str, named: Mapping[str, Report]) -> Table:
