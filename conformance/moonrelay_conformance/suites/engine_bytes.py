@@ -22,6 +22,7 @@ from moonrelay_conformance.suites.engine_bench import (
 )
 from moonrelay_conformance.suites.part_footprint import at, differs
 from moonrelay_conformance.suites.part_process import pattern
+from moonrelay_conformance.suites.part_shared import in_threads
 
 MIB = 1 << 20
 SIZES = (1, 2, 63, 4095, 4096, 4097, MIB + 3, 5 * MIB)
@@ -147,9 +148,5 @@ class EngineBytes(EngineSuite):
                 failures.append(f"thread {me}: {exc!r}")
                 together.abort()
 
-        threads = [threading.Thread(target=reader, args=(me,), name=f"reader-{me}") for me in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(4, reader)
         assert not failures, failures[0]

@@ -1,14 +1,17 @@
-"""What the tests of one class share: made by the first that asks, ended with the class.
+"""What the tests of one class share, made by the first that asks and ended with the class; and threads of one test.
 
-Not fixtures of class scope, because those may be neither methods of a class that is subclassed nor functions beside it.
+What is shared are not fixtures of class scope, because those may be neither methods of a class that is subclassed nor functions beside it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
+
+from moonrelay.clock import Deadline, SystemClock
 
 ThingT = TypeVar("ThingT")
 
@@ -37,3 +40,20 @@ def once_per_class(
 
     node.addfinalizer(finish)
     return made
+
+
+def in_threads(count: int, work: Callable[[int], None], *, within_s: float = 90.0) -> None:
+    """Run ``work`` in threads at once, each with its number.
+
+    Raises:
+        AssertionError: One has not ended after ``within_s``; it is left behind.
+    """
+    threads = [
+        threading.Thread(target=work, args=(me,), name=f"moonrelay-suite-{me}", daemon=True) for me in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = Deadline(within_s, SystemClock())
+    for thread in threads:
+        thread.join(deadline.remaining())
+        assert not thread.is_alive(), f"{thread.name} still waits after {within_s} s"

@@ -13,6 +13,7 @@ from moonrelay_conformance.results import Level
 from moonrelay_conformance.suites.base import promise
 from moonrelay_conformance.suites.part_footprint import Memory, differs
 from moonrelay_conformance.suites.part_process import pattern
+from moonrelay_conformance.suites.part_shared import in_threads
 from moonrelay_conformance.suites.relay_bench import Quiet, RelayBench, RelaySuite, cut, soon
 
 MIB = 1 << 20
@@ -89,7 +90,7 @@ class RelayObjects(RelaySuite):
                 except Exception as exc:  # noqa: BLE001 - told to the main thread
                     results[me].append(repr(exc))
 
-        _run(writer)
+        in_threads(4, writer)
         for key, ends in zip(keys, zip(*results, strict=True), strict=True):
             assert sorted(ends) == ["refused", "refused", "refused", "stored"], f"four puts of one key: {ends}"
             assert bench.get(key, 20_000) == pattern(ends.index("stored"), 20_000), "the refused put's bytes stand"
@@ -139,7 +140,7 @@ class RelayObjects(RelaySuite):
                 except Exception as exc:  # noqa: BLE001 - told to the main thread
                     wrong.append(f"thread {me}, turn {turn}: {exc!r}")
 
-        _run(reader)
+        in_threads(4, reader)
         assert not wrong, wrong[0]
 
     @promise(Level.L1, "Keys are listed by their prefix", requires=(Capability.LISTING,))
@@ -210,12 +211,3 @@ class RelayObjects(RelaySuite):
         for _ in range(2):
             bench.relay.unregister(memory.address)
         assert bench.get(key, 200_000) == pattern(11, 200_000)
-
-
-def _run(work: object) -> None:
-    assert callable(work)
-    threads = [threading.Thread(target=work, args=(me,), name=f"client-{me}") for me in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()

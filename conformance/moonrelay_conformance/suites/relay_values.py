@@ -14,6 +14,7 @@ from moonrelay_conformance.capability import Capability
 from moonrelay_conformance.results import Level
 from moonrelay_conformance.suites.base import promise
 from moonrelay_conformance.suites.part_process import pattern
+from moonrelay_conformance.suites.part_shared import in_threads
 from moonrelay_conformance.suites.relay_bench import RelayBench, RelaySuite, soon
 
 _THREADS = 4
@@ -60,11 +61,7 @@ class RelayValues(RelaySuite):
                 failures.append(f"thread {me}: {exc!r}")
                 together.abort()
 
-        threads = [threading.Thread(target=racer, args=(me,), name=f"racer-{me}") for me in range(_THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(_THREADS, racer)
         assert not failures, failures[0]
         _one_winner(bench, keys, answers, [b"thread %d" % me for me in range(_THREADS)])
 
