@@ -1,6 +1,7 @@
 """What the tests of one class share, made by the first that asks and ended with the class; and threads of one test.
 
-What is shared are not fixtures of class scope, because those may be neither methods of a class that is subclassed nor functions beside it.
+Shared things are no fixtures of class scope: those may be neither methods of a class that is subclassed nor functions
+beside it.
 """
 
 from __future__ import annotations
