@@ -146,9 +146,16 @@ class LeaseTests(AdapterSuite):
     )
     def test_expiry_never_frees_memory_under_a_reader(self, stage: Stage, route: str) -> None:
         sides = tight(stage, route)
-        sent = sides.producer.publish(bytes_of(_PAYLOAD, 97), ttl_s=0.6)
-        claim = sides.consumer.claim(sent)
-        passed(1.0)
+        for ttl_s in (0.6, 4.0):
+            sent, names = sides.producer.publish(bytes_of(_PAYLOAD, 97), ttl_s=ttl_s), list[str]()
+            observed = outcome(lambda sent=sent, names=names: names.append(sides.consumer.claim(sent)))  # type: ignore[misc]
+            if observed == "ok":
+                break
+            # The machine was too busy for so short a life.
+            refused(observed, "lease_expired", "lease_lost")
+        assert observed == "ok", "a payload expired before its time"
+        claim = names[0]
+        passed(ttl_s + 0.4)
         overwrite(stage, sides.producer)
         got: list[str] = []
         observed = outcome(lambda: got.append(sides.consumer.read(claim)))
@@ -231,9 +238,7 @@ class LeaseTests(AdapterSuite):
         # The side's own default is short, the payload's life is long.
         sides = stage.cast(route, {"lease_ttl_s": 1.0})
         sent = sides.producer.publish(ttl_s=30.0)
-        usual = sides.producer.publish()
-        sides.consumer.takes(usual)
-        passed(2.0)
+        passed(1.5)
         assert outcome(lambda: sides.consumer.takes(sent)) == "ok", "a payload ended long before its time"
 
     @promise(Level.L2, "A pinned payload stays until it is released", requires=[Capability.PINNED, Capability.RELEASE])
