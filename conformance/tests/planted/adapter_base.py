@@ -6,6 +6,7 @@ and `planted.adapter_leaks`. Nothing here changes more than one connector: proce
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,18 +31,21 @@ class Catch:
         test: Name of the test function.
         says: Words of the reason that it gives; they say what broke.
         id: Case or scenario; empty is the test's own.
+        param: The one parameter of the test that is tried; empty is all of them.
         also: Cases that must have gone before.
     """
 
     test: str
     says: str
     id: str = ""
+    param: str = ""
     also: tuple[str, ...] = ()
 
     @property
     def select(self) -> tuple[str, ...]:
         """What of the suite has to be run."""
-        return (*self.also, self.id or self.test)
+        test = f"{self.test}*{self.param}*" if self.param else self.test
+        return (*self.also, self.id or test)
 
 
 class Planted(ConnectorTarget):
@@ -146,7 +150,14 @@ def entry_of(side: ConnectorSide, ticket: Ticket) -> Entry | None:
 
 
 def give_memory_back(entry: Entry) -> None:
-    """Let the pool have a payload's memory while the payload lives."""
+    """Let the pool have a payload's memory while the payload lives: it is still served, and owned no more."""
+    import torch
+
+    from moonrelay.layout import tensor_from_buffer
+
+    for leaf in entry.placement.leaves:
+        memory = (ctypes.c_uint8 * leaf.spec.nbytes).from_address(leaf.address)
+        leaf.tensor = leaf.source = tensor_from_buffer(torch.frombuffer(memory, dtype=torch.uint8), leaf.spec)
     freeing, entry.placement._on_release = entry.placement._on_release, []
     for free in freeing:
         free()

@@ -91,6 +91,9 @@ class UsedTicket(Planted):
         def receive(self, ticket: Ticket, *, timeout_s: float) -> Any:
             return super().receive({"handle": (self.folder / f"{ticket['slot']}").read_text()}, timeout_s=timeout_s)
 
+        def metadata(self, ticket: Ticket) -> dict[str, Any] | None:
+            return None
+
 
 class AckCountsTwice(Planted):
     """An ack that is repeated takes another reader's share."""

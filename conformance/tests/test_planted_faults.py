@@ -1,0 +1,96 @@
+"""The adapter suite bites: each planted fault is caught, by the test that is there for it and with a reason that tells.
+
+What is broken, and who must notice, stands in ``planted``; for the queue suite see ``test_queue_suite.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from planted import adapter_faults, adapter_leaks, adapter_leases, adapters
+from planted.adapter_base import Catch, Planted
+
+from moonrelay_conformance import guard
+from moonrelay_conformance.results import Outcome, Result
+from moonrelay_conformance.run import run
+from moonrelay_conformance.sides.process import SidePool
+from moonrelay_conformance.suites.adapter import AdapterConformance, leaks, peers, stage
+from moonrelay_conformance.targets.connector import ConnectorTarget
+
+FAULTS = [
+    one
+    for module in (adapters, adapter_leases, adapter_leaks, adapter_faults)
+    for one in vars(module).values()
+    if isinstance(one, type) and issubclass(one, Planted) and one.__module__ == module.__name__
+]
+
+
+class Unbroken(ConnectorTarget):
+    """The same adapter without a fault, over the routes of the faults."""
+
+    def routes(self) -> tuple[str, ...]:
+        return ("p2p", "store")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[SidePool]:
+    """Processes that all runs share."""
+    with SidePool() as made:
+        yield made
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a planted fault keeps it keeps for ever, and what it waits for never comes: see it soon."""
+    monkeypatch.setattr(stage, "GRACE_S", 2.0)
+    monkeypatch.setattr(leaks, "SETTLE_S", 1.0)
+    monkeypatch.setattr(peers, "SETTLE_S", 3.0)
+    monkeypatch.setitem(stage.Stage.settle.__kwdefaults__, "within_s", 1.0)
+
+
+def caught_by(results: tuple[Result, ...], catch: Catch) -> list[Result]:
+    """Return the results of the test that must catch a fault."""
+    return [
+        result
+        for result in results
+        if result.test.partition("[")[0] == catch.test
+        and catch.id in ("", result.id)
+        and catch.param in result.test.partition("[")[2]
+    ]
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("fault", FAULTS, ids=[one.__name__ for one in FAULTS])
+def test_a_planted_fault_is_caught_by_its_test(fault: type[Planted], pool: SidePool) -> None:
+    report = run(fault(), select=fault.caught.select, pool=pool)
+    ran = caught_by(report.results, fault.caught)
+    assert ran, f"{fault.caught.test} is no test of the suite, or has no such case"
+    failed = [result for result in ran if result.outcome is Outcome.FAILED]
+    assert failed, f"{fault.__name__} is not caught: {ran}"
+    assert any(fault.caught.says in result.reason for result in failed), [result.reason for result in failed]
+
+
+@pytest.mark.processes
+def test_without_a_fault_the_same_checks_pass(pool: SidePool) -> None:
+    chosen = dict.fromkeys(pattern for fault in FAULTS for pattern in fault.caught.select)
+    report = run(Unbroken(), select=tuple(chosen), pool=pool)
+    assert [result for result in report.results if result.outcome is Outcome.FAILED] == []
+    for fault in FAULTS:
+        ran = caught_by(report.results, fault.caught)
+        assert ran, fault.__name__
+        assert all(result.outcome.good for result in ran), fault.__name__
+
+
+def test_every_test_of_the_suite_has_a_planted_fault() -> None:
+    caught = {fault.caught.test for fault in FAULTS}
+    tests = set(guard.tests_of(AdapterConformance))
+    assert caught <= tests
+    assert tests - caught == set()
+
+
+def test_the_faults_are_told_apart() -> None:
+    names = [fault.__name__ for fault in FAULTS]
+    assert len(set(names)) == len(names) >= 20
+    assert all(fault.__doc__ for fault in FAULTS)
