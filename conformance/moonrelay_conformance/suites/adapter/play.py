@@ -135,12 +135,12 @@ class Player:
         left = self._stage.settle(*self._met.values(), within_s=within_s)
         if left:
             return f"left: {left}"
-        ground = self._stage.ground
-        ground.sweep()
         found: list[str] = []
 
         def clean() -> bool:
-            found[:] = [*self._outside(before)]
+            # Age counts from the first sweep that saw a thing, where the store does not tell it.
+            self._stage.ground.sweep()
+            found[:] = self._outside(before)
             return not found
 
         return "settled" if until(clean, within_s, step_s=0.1) else f"left: {'; '.join(found)}"

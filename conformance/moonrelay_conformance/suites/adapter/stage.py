@@ -333,6 +333,9 @@ class Stage:
         if pair in self._met:
             return
         consumer.takes(producer.publish())
+        if self.supports(Capability.ZERO_COPY):
+            # Registered memory is made when it is first asked for, and stays.
+            consumer.takes(producer.publish(registered=True))
         self._met.add(pair)
 
     def settle(self, *actors: Actor, within_s: float | None = None) -> str:
