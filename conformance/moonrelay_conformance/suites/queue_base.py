@@ -192,7 +192,7 @@ class Aside:
         self._act = act
         self._value: object = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="conformance-aside", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="moonrelay-aside", daemon=True)
         self._thread.start()
 
     def outcome(self) -> object:
