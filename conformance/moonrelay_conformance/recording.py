@@ -184,7 +184,7 @@ class Run:
         kept: list[pytest.Item | pytest.Collector] = []
         checks: list[tuple[pytest.Item, _Check]] = []
         for one in found:
-            check = self._check(node, target, one) if isinstance(one, pytest.Item) else None
+            check = self._check(node, target, one, info.label) if isinstance(one, pytest.Item) else None
             if isinstance(one, pytest.Item) and check is not None:
                 checks.append((one, check))
             elif not isinstance(one, pytest.Item) or guard.inherited_promise(node.obj, _test_name(one)) is None:
@@ -198,9 +198,8 @@ class Run:
                 check.reason = NOT_SELECTED
         return kept
 
-    def _check(self, node: SuiteClass, target: Target, item: pytest.Item) -> _Check | None:
+    def _check(self, node: SuiteClass, target: Target, item: pytest.Item, label: str) -> _Check | None:
         """Return the check that a test is; ``None`` where it is none, or not of a level asked for, or not here."""
-        label = target.info().label
         if isinstance(item, GuardItem):
             return _Check(
                 label=label,
