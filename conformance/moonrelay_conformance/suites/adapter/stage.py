@@ -130,7 +130,7 @@ class Actor:
         """Publish a tree; ``outgoing`` are fields of `Outgoing`."""
         return self._published("publish", tree, outgoing)
 
-    def open(self, tree: Mapping[str, Any] | Any, *, num_chunks: int, chunk_dim: int = 0, **outgoing: Any) -> Sent:
+    def open(self, tree: Mapping[str, Any] | Any, *, num_chunks: int = 1, chunk_dim: int = 0, **outgoing: Any) -> Sent:
         """Publish a tensor whose chunks follow."""
         return self._published("open", tree, {"num_chunks": num_chunks, "chunk_dim": chunk_dim, **outgoing})
 
