@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from moonrelay.clock import Deadline, SystemClock
 from moonrelay.errors import CapacityError, LeaseLost, MoonrelayError
+from moonrelay_conformance.capability import Capability, Support
 from moonrelay_conformance.sides.connector_side import ConnectorSide
-from moonrelay_conformance.targets.adapter import Outgoing, SideClaim, SideSettings, Ticket
-from planted.adapter_base import Catch, ChangedClaim, ChangedSide, Planted, UnprovedSide
+from moonrelay_conformance.targets.adapter import (
+    Outgoing,
+    PipelineRun,
+    SideClaim,
+    SidePublication,
+    SideSettings,
+    Ticket,
+)
+from planted.adapter_base import Catch, ChangedClaim, ChangedSide, Planted, UnprovedSide, entry_of
 from planted.adapter_leaks import NamePerPayload
-from planted.adapter_leases import ClaimNotRenewed, UsedTicket
+from planted.adapter_leases import ClaimNotRenewed, NackConsumes, UsedTicket
 from planted.adapters import ChunkReadyEarly
 
 _WRONG_BYTES = "wrong bytes were delivered as a success"
@@ -177,28 +189,22 @@ class LostRenewalEndsClaim(Planted):
     Side = ClaimNotRenewed.Side
 
 
-class NackForgotten(Planted):
-    """A claim that is given back goes on being renewed."""
+class LostNackConsumes(Planted):
+    """A claim that was given back, and whose end was not heard of, counts as read."""
 
     caught = Catch("test_a_lost_nack_does_not_keep_the_payload", "a lost nack lost the payload")
-
-    class Side(ChangedSide):
-        class Claim(ChangedClaim):
-            def nack(self) -> None:
-                self.side.kept = [*getattr(self.side, "kept", ()), self.claim]  # type: ignore[attr-defined]
-
-        claims = Claim
+    Side = NackConsumes.Side
 
 
-class ProgressOnlyPushed(Planted):
-    """Which chunks are final is told once, and not again."""
+class NotWaitedFor(Planted):
+    """A reader that does not hear which chunks are final reads them all the same."""
 
-    caught = Catch("test_lost_progress_does_not_stop_the_chunks", "chunk 0 ended in refused:")
+    caught = Catch("test_lost_progress_does_not_stop_the_chunks", "ended in ok")
 
-    class Side(ConnectorSide):
+    class Side(UnprovedSide):
         def claim(self, ticket: Ticket, *, timeout_s: float) -> SideClaim:
             claim = super().claim(ticket, timeout_s=timeout_s)
-            claim._claim.progress.update = lambda *_: None  # type: ignore[attr-defined]
+            claim._claim.progress.complete()  # type: ignore[attr-defined]
             return claim
 
 
@@ -266,11 +272,20 @@ class DeathLosesStored(Planted):
 
 
 class HalfIsRelayedAsWhole(Planted):
-    """A relayed payload counts as whole when its first chunk is there."""
+    """A relayed payload counts as whole before its chunks are there."""
 
     caught = Catch("test_a_payload_relayed_in_part_is_never_delivered", _WRONG_BYTES)
     over = ("store",)
-    Side = ChunkReadyEarly.Side
+
+    class Side(ChunkReadyEarly.Side):
+        def open(self, outgoing: Outgoing) -> SidePublication:
+            publication = super().open(outgoing)
+            entry = entry_of(self, publication.ticket)
+            deadline = Deadline(10.0, SystemClock())
+            # The producer is killed soon; what it put must be there by then.
+            while entry is not None and not entry.in_relay and not deadline.expired:
+                threading.Event().wait(0.01)
+            return publication
 
 
 class HalfIsWhole(Planted):
@@ -366,3 +381,40 @@ class OldestGivesWay(Planted):
                 return self.publish(outgoing)
             self.tickets.append(ticket)
             return ticket
+
+
+# -- as a whole -------------------------------------------------------------------------------------------------------
+
+
+class GrantedTwice(Planted):
+    """A claim that another reader holds is granted to a second one too."""
+
+    caught = Catch("test_leases_behave_as_their_model", "the model allows")
+
+    class Side(ConnectorSide):
+        def publish(self, outgoing: Outgoing) -> Ticket:
+            return super().publish(msgspec.structs.replace(outgoing, lease="shared", readers=2))
+
+
+class DividedOtherwise(Planted):
+    """The divided pipeline gives something else than the undivided one."""
+
+    caught = Catch("test_divided_pipeline_equals_undivided", "gave something else than the undivided one")
+
+    def capabilities(self) -> Mapping[Capability, Support]:
+        return {**super().capabilities(), Capability.PIPELINE: Support.FULL}
+
+    def pipeline(self, folder: Path, *, timeout_s: float) -> PipelineRun:
+        return PipelineRun(undivided="00", divided="01", processes=2)
+
+
+class NotDivided(Planted):
+    """The divided pipeline runs in one process, and so gives the same."""
+
+    caught = Catch("test_divided_pipeline_equals_undivided", "ran in one process")
+
+    def capabilities(self) -> Mapping[Capability, Support]:
+        return {**super().capabilities(), Capability.PIPELINE: Support.FULL}
+
+    def pipeline(self, folder: Path, *, timeout_s: float) -> PipelineRun:
+        return PipelineRun(undivided="00", divided="00", processes=1)

@@ -307,10 +307,24 @@ class ReleasedIsReadable(Planted):
 
 
 class StatusLies(Planted):
-    """A payload is ready for ever."""
+    """A payload is ready for ever, and from the first."""
 
-    caught = Catch("test_status_tells_that_a_payload_was_consumed", "must be consumed, not ready")
+    caught = Catch("test_lease_scenario", "observed state:ready", "status-of-a-life")
 
     class Side(ConnectorSide):
         def status(self, ticket: Ticket, *, timeout_s: float) -> str:
             return "ready"
+
+
+class ConsumedIsForgotten(Planted):
+    """How a payload ended is not remembered."""
+
+    caught = Catch("test_status_tells_that_a_payload_was_consumed", "nobody remembers this payload")
+
+    class Side(ConnectorSide):
+        def status(self, ticket: Ticket, *, timeout_s: float) -> str:
+            said = super().status(ticket, timeout_s=timeout_s)
+            if said == "consumed":
+                message = "nobody remembers this payload"
+                raise LeaseLost(message)
+            return said
