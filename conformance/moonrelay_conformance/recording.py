@@ -173,6 +173,10 @@ class Run:
         """Return what is known of a collected test."""
         return self._checks.get(nodeid)
 
+    def known(self) -> dict[str, Result]:
+        """Return every check by its test, as it is known so far, in the order of the report."""
+        return {nodeid: check.result() for nodeid, check in self._checks.items()}
+
     # Collection.
 
     def admit(

@@ -59,6 +59,7 @@ def run(
     select: Sequence[str] = (),
     progress: Progress | None = None,
     timeout_s: float = CHECK_TIMEOUT_S,
+    plugins: Sequence[object] = (),
 ) -> Report:
     """Run the suite for the target's kind.
 
@@ -69,6 +70,7 @@ def run(
         select: Run only checks whose id or test matches one of these patterns; the report is then not complete.
         progress: Is told how the run goes.
         timeout_s: Bound of a single check; it holds only where `run` is called by the main thread.
+        plugins: Plugins of pytest, beside the suite's own.
 
     Returns:
         The report. A failure is in it, and raises nothing.
@@ -98,8 +100,8 @@ def run(
         (folder / "pytest.ini").write_text(_INI, encoding="utf-8")
         arguments = _arguments(folder, timeout_s)
         shown = io.StringIO()
-        with _alarm_kept(), _terminable() as ended, contextlib.redirect_stdout(shown):
-            code = pytest.main(arguments, plugins=[plugin, handover])
+        with _alarm_kept(), terminable() as ended, contextlib.redirect_stdout(shown):
+            code = pytest.main(arguments, plugins=[plugin, handover, *plugins])
     report = handover.reports[0] if handover.reports else None
     # Pytest says "interrupted" of a session that it ended since a class could not be collected, too.
     if ended or (code == pytest.ExitCode.INTERRUPTED and not handover.problems):
@@ -201,7 +203,7 @@ def _alarm_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[list[int]]:
+def terminable() -> Iterator[list[int]]:
     """Let SIGTERM end the session as Ctrl-C does; pytest takes the ``SystemExit`` of a handler for a failed test.
 
     Yields:

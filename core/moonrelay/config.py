@@ -167,10 +167,15 @@ def from_environment(name: str) -> str | None:
     return os.environ.get(f"MOONRELAY_{name}") or None
 
 
-def child_environment(added: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a child that is told everything: ours without ``MOONRELAY_*``, and ``added``."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MOONRELAY_")}
-    return {**kept, **added}
+def child_environment(added: Mapping[str, str], *, stands_for_us: bool = False) -> dict[str, str]:
+    """Return the environment for a child that is told everything: ours without ``MOONRELAY_*``, and ``added``.
+
+    Args:
+        added: Variables of the child's own.
+        stands_for_us: The child does a part of what this process was called for, so ``MOONRELAY_*`` is for it too.
+    """
+    ours = os.environ.items()
+    return {**{name: value for name, value in ours if stands_for_us or not name.startswith("MOONRELAY_")}, **added}
 
 
 def default_environment(values: Mapping[str, str]) -> None:

@@ -8,20 +8,18 @@ host prints, or reads from its standard input, does not reach the wire. One thre
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
-import os
-import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from moonrelay.errors import ConfigError, MoonrelayError
+from moonrelay_conformance.child import die_with, private_wire
 from moonrelay_conformance.targets.adapter import (
     AdapterSide,
     Outgoing,
@@ -31,7 +29,6 @@ from moonrelay_conformance.targets.adapter import (
     Ticket,
 )
 
-_PR_SET_PDEATHSIG: Final = 1
 _TRACE_LINES: Final = 12
 
 
@@ -348,32 +345,15 @@ def _answer(runner: Runner, order: dict[str, Any]) -> dict[str, Any]:
         return {"n": number, "failed": failed}
 
 
-def _private_wire() -> tuple[IO[bytes], IO[bytes]]:
-    """Return the wire, and put harmless things in the places of standard input and output."""
-    orders = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return orders, answers
-
-
-def _die_with(parent: int) -> bool:
-    """Let the system kill this process when ``parent`` ends, also while it is stopped; False where it has ended."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    return os.getppid() == parent
-
-
 def main(arguments: list[str]) -> int:
     """Execute orders until the wire ends.
 
     Args:
         arguments: The process id of the suite.
     """
-    if not _die_with(int(arguments[0])):
+    if not die_with(int(arguments[0])):
         return 1
-    orders, answers = _private_wire()
+    orders, answers = private_wire()
     runner = Runner()
     for line in orders:
         answer = _answer(runner, msgspec.json.decode(line))

@@ -231,10 +231,10 @@ class _OwnFolder:
         shared = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else fallback
         for left in shared.glob(f"{_PREFIX}*"):
             _remove_if_left(left)
-        self.path = shared / f"{_PREFIX}{secrets.token_hex(8)}"
-        self.path.mkdir(mode=0o700)
-        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        made = None
+        while made is None:
+            made = _locked(shared / f"{_PREFIX}{secrets.token_hex(8)}")
+        self.path, self._fd = made
 
     def close(self) -> None:
         """Remove it. Idempotent."""
@@ -242,6 +242,24 @@ class _OwnFolder:
         if fd >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(fd)
+
+
+def _locked(path: Path) -> tuple[Path, int] | None:
+    """Make a folder and lock it; ``None`` where another run took it for a left one before the lock was ours."""
+    path.mkdir(mode=0o700)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        there = os.fstat(fd).st_ino == path.stat().st_ino
+    except (BlockingIOError, FileNotFoundError):
+        there = False
+    if there:
+        return path, fd
+    os.close(fd)
+    return None
 
 
 def _remove_if_left(path: Path) -> None:
