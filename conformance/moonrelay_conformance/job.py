@@ -1,6 +1,6 @@
 """A job of a run that is divided: the suite in a process of its own, which runs the checks that it is handed.
 
-Owns the wire to `moonrelay_conformance.jobs`, of JSON lines. A job collects everything, says what there is (`Collected`),
+Owns the wire to `moonrelay_conformance.jobs`, JSON lines. A job collects everything, says what there is (`Collected`),
 and asks for one test after the other (`Wanted`, answered with an `Order`); each that ended is told with its result
 (`Done`).
 """

@@ -208,7 +208,7 @@ class _Division:
                 if broken is not None:
                     return broken
             for job in self._jobs:
-                if job.is_silent() and job.process.poll() is None:
+                if job.process.poll() is None and job.is_silent():
                     job.send(signal.SIGKILL)
         for test in self._left if self._tests and not self._stopping else ():
             self._lose(test, f"no job was left to run it: {'; '.join(self._ends)}")
