@@ -700,6 +700,37 @@ def test_of_a_relayed_payload_the_relays_record_decides(make: Make) -> None:
     until(lambda: not [key for key in keys(producer) if not key.endswith("/tomb")])
 
 
+def test_a_renewal_that_came_too_late_does_not_end_a_read_whose_record_in_the_relay_stands(make: Make) -> None:
+    producer, consumer = make(mode="store"), make("decode", "store")
+    publication = producer.open(payload(latents(), chunks=2))
+    publication.ready(0)
+    claim = consumer.claim(publication.handle)
+    renew = claim.renew
+    claim.renew = lambda: None  # type: ignore[method-assign]
+    publication.wait("open", 10)  # the producer's claim has lapsed, the record in the relay stands
+    claim.renew = renew  # type: ignore[method-assign]
+    until(lambda: publication.state is PublicationState.CLAIMED)
+    publication.ready(1)  # pushed to those who hold a claim
+    assert same(claim.read(timeout_s=10), latents())
+    claim.ack()
+    until(lambda: not producer._outbox.ledger._entries)
+
+
+def test_a_late_renewal_of_what_was_released_meanwhile_ends_the_read(make: Make) -> None:
+    producer, consumer = make(mode="store"), make("decode", "store")
+    publication = producer.open(payload(latents(), chunks=2))
+    publication.ready(0)
+    claim = consumer.claim(publication.handle)
+    renew = claim.renew
+    claim.renew = lambda: None  # type: ignore[method-assign]
+    publication.wait("open", 10)
+    producer.release(publication.handle)
+    claim.renew = renew  # type: ignore[method-assign]
+    with pytest.raises(LeaseLost):
+        claim.read(timeout_s=10)
+    claim.nack()
+
+
 def test_a_payload_is_not_complete_in_the_relay_while_it_is_read_directly(make: Make) -> None:
     """Else a reader that cannot reach the producer could win beside one that can."""
     producer, first, second = make(mode="auto", spill_after_s=0.0), make("decode", "auto"), make("decode", "auto")

@@ -248,13 +248,33 @@ class RelaySource(Source):
             return
         try:
             direct.renew()
+        except LeaseLost:
+            # The renewal came too late, but who reads is decided by the relay's record, which still is ours.
+            self._claim_again()
         except PeerLost:
             # The relay's record stands without the producer, but what it had not stored will not come any more.
-            if self._relayed.get_end(Deadline(END_TIMEOUT_S, self._runtime.clock)) is None:
-                raise
-            self._direct = None
-            self.progress.clear_failure()
-            self.progress.complete()
+            self._go_on_alone()
+
+    def _claim_again(self) -> None:
+        """Ask the producer once more, which may have given our place to a reader that now waits for our record.
+
+        Raises:
+            LeaseLost, LeaseExpired, Aborted: The payload is gone, whoever holds the record.
+        """
+        deadline = Deadline(self._runtime.settings.control.peer_timeout_s, self._runtime.clock)
+        reader = self._token.reader_id
+        try:
+            self._direct, _ = claim_directly(self._runtime, self.handle, self.progress, reader, deadline)
+        except (LeaseHeld, PeerLost, TransferTimeout):
+            self._go_on_alone()
+
+    def _go_on_alone(self) -> None:
+        """Go on without the producer, where everything was stored; else raise the error being handled."""
+        if self._relayed.get_end(Deadline(END_TIMEOUT_S, self._runtime.clock)) is None:
+            raise  # noqa: PLE0704 - called by handlers only
+        self._direct = None
+        self.progress.clear_failure()
+        self.progress.complete()
 
     def ack(self, deadline: Deadline) -> None:
         last = self._relayed.ack(self._token, deadline)
