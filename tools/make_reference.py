@@ -17,7 +17,16 @@ import griffe
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 TARGET: Final = ROOT / "docs" / "reference"
-PACKAGES: Final = (("moonrelay", ROOT / "core"), ("moonrelay_diffusers", ROOT / "adapters" / "diffusers"))
+PACKAGES: Final = (
+    ("moonrelay", ROOT / "core"),
+    ("moonrelay_diffusers", ROOT / "adapters" / "diffusers"),
+    ("moonrelay_conformance", ROOT / "conformance"),
+)
+#: Rooms whose docstrings are for those who work in them: tests, and what runs them.
+LEFT_OUT: Final = {
+    f"moonrelay_conformance.{room}"
+    for room in ("collecting", "fixtures", "guard", "job", "jobs", "plugin", "recording", "report", "suites")
+}
 NOTE: Final = "<!-- Written by tools/make_reference.py from the docstrings; `make docs` writes it anew. -->\n"
 
 
@@ -41,7 +50,9 @@ def pages() -> dict[str, str]:
 
 
 def _rooms(package: griffe.Module) -> list[griffe.Module]:
-    return [module for name, module in sorted(package.modules.items()) if _public(name)]
+    return [
+        module for name, module in sorted(package.modules.items()) if _public(name) and module.path not in LEFT_OUT
+    ]
 
 
 def _module(module: griffe.Module, *, top: bool) -> Iterator[str]:
