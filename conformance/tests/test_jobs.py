@@ -272,6 +272,21 @@ def test_a_folder_that_is_being_removed_is_given_up(folder: Path, monkeypatch: p
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+def test_a_sweep_takes_what_a_dead_writer_had_not_finished(folder: Path) -> None:
+    with connector.ConnectorTarget().ground(folder) as ground:
+        assert isinstance(ground, connector.ConnectorGround)
+        files = [ground._own.path / "store" / "tmp" / name for name in ("dead", "alive")]
+        for file in files:
+            file.write_bytes(b"half of it")
+        with files[1].open("rb") as written:
+            connector.fcntl.flock(written, connector.fcntl.LOCK_EX)
+            assert ground.store_keys() == ("tmp/alive", "tmp/dead")
+            ground.sweep()
+            assert ground.store_keys() == ("tmp/alive",)
+        ground.sweep()
+        assert ground.store_keys() == ()
+
+
 def test_only_adapters_are_divided_by_themselves() -> None:
     assert 2 <= default_jobs("adapter") <= 3
     assert default_jobs("adapter", narrowed=True) == 1

@@ -180,6 +180,10 @@ class ConnectorGround(AdapterGround):
         from moonrelay.transfer.shm import sweep_orphans
 
         sweep_orphans(self._segments)
+        if self._relay is not None and self._cluster is None:
+            # What a writer that died had not finished is removed by the next process that starts on its folder.
+            self._relay.close()
+            self._relay.start()
         if self._sweeper is not None:
             self._sweeper.sweep()
 
