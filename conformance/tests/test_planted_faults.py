@@ -10,13 +10,13 @@ from types import ModuleType
 
 import pytest
 from planted import adapter_faults, adapter_leaks, adapter_leases, adapters
-from planted.adapter_base import Catch, Planted
+from planted.adapter_base import Catch, LapsesOnce, Planted
 
 from moonrelay_conformance import guard
 from moonrelay_conformance.results import Outcome, Result
 from moonrelay_conformance.run import run
 from moonrelay_conformance.sides.process import SidePool
-from moonrelay_conformance.suites.adapter import AdapterConformance, leaks, peers, stage
+from moonrelay_conformance.suites.adapter import AdapterConformance, faults, leaks, peers, stage
 
 MODULES = (adapters, adapter_leases, adapter_leaks, adapter_faults)
 
@@ -30,6 +30,9 @@ def faults_of(module: ModuleType) -> list[type[Planted]]:
 FAULTS = [fault for module in MODULES for fault in faults_of(module)]
 
 
+#: Over which route the checks of a module are tried without a fault; over the others they are in the session
+#: ``conformance``, which runs them all.
+SOUND = ((adapters, "p2p"), (adapter_leases, "p2p"), (adapter_leaks, "p2p"), (adapter_faults, "store"))
 #: The connector has no pipeline of its own; those of hosts are run in the hosts' tests.
 PIPELINE = "test_divided_pipeline_equals_undivided"
 
@@ -59,6 +62,11 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "GRACE_S", 1.0)
     monkeypatch.setattr(leaks, "SETTLE_S", 1.0)
     monkeypatch.setattr(peers, "SETTLE_S", 3.0)
+    monkeypatch.setattr(peers, "LAPSE_S", 4.0)
+    monkeypatch.setattr(peers, "GONE_S", 3.0)
+    # Longer, so that a reader is surely reading when it is killed: what it has told its producer by then stands.
+    monkeypatch.setattr(peers, "READING_S", 0.3)
+    monkeypatch.setattr(faults, "SLOW_S", 4.0)
     monkeypatch.setitem(stage.Stage.settle.__kwdefaults__, "within_s", 1.0)
 
 
@@ -86,12 +94,11 @@ def test_a_planted_fault_is_caught_by_its_test(fault: type[Planted], pool: SideP
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("route", ["p2p", "store"])
-@pytest.mark.parametrize("module", MODULES, ids=[module.__name__.rpartition(".")[2] for module in MODULES])
+@pytest.mark.parametrize(
+    ("module", "route"), SOUND, ids=[f"{module.__name__.rpartition('.')[2]}-{route}" for module, route in SOUND]
+)
 def test_without_a_fault_the_same_checks_pass(module: ModuleType, route: str, pool: SidePool) -> None:
     faults = [fault for fault in faults_of(module) if route in fault.over and fault.caught.test != PIPELINE]
-    if not faults:
-        return
     chosen = dict.fromkeys(pattern for fault in faults for pattern in fault.caught.select)
     report = run(Unbroken(route), select=tuple(chosen), pool=pool)
     assert [result for result in report.results if result.outcome is Outcome.FAILED] == []
@@ -99,6 +106,12 @@ def test_without_a_fault_the_same_checks_pass(module: ModuleType, route: str, po
         ran = caught_by(report.results, fault.caught)
         assert ran, fault.__name__
         assert all(result.outcome.good for result in ran), fault.__name__
+
+
+@pytest.mark.processes
+def test_a_claim_that_lapsed_is_no_payload_lost(pool: SidePool) -> None:
+    report = run(LapsesOnce(), select=("test_a_full_pool_loses_nothing_and_recovers",), pool=pool)
+    assert [result.reason for result in report.results if result.outcome is Outcome.FAILED] == []
 
 
 def test_every_test_of_the_suite_has_a_planted_fault() -> None:

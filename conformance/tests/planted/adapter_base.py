@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moonrelay import DiffusionConnector
+from moonrelay.errors import LeaseLost
 from moonrelay_conformance.sides.connector_side import ConnectorSide
 from moonrelay_conformance.targets.adapter import SideClaim, Ticket
 from moonrelay_conformance.targets.connector import ConnectorTarget
@@ -108,6 +109,21 @@ class ChangedSide(ConnectorSide):
 
     def claim(self, ticket: Ticket, *, timeout_s: float) -> SideClaim:
         return self.claims(super().claim(ticket, timeout_s=timeout_s), self)
+
+
+class LapsesOnce(Planted):
+    """No fault: a side's first claim lapses, as on a machine that is too busy to renew it."""
+
+    class Side(ConnectorSide):
+        lapsed = False
+
+        def receive(self, ticket: Ticket, *, timeout_s: float) -> Any:
+            if not self.lapsed:
+                self.lapsed = True
+                self.claim(ticket, timeout_s=timeout_s).nack()
+                message = "the claim lapsed"
+                raise LeaseLost(message)
+            return super().receive(ticket, timeout_s=timeout_s)
 
 
 class UnprovedSide(ConnectorSide):

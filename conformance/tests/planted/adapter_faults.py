@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from moonrelay.clock import Deadline, SystemClock
 from moonrelay.errors import CapacityError, LeaseLost, MoonrelayError
 from moonrelay_conformance.capability import Capability, Support
 from moonrelay_conformance.sides.connector_side import ConnectorSide
@@ -17,11 +16,10 @@ from moonrelay_conformance.targets.adapter import (
     Outgoing,
     PipelineRun,
     SideClaim,
-    SidePublication,
     SideSettings,
     Ticket,
 )
-from planted.adapter_base import Catch, ChangedClaim, ChangedSide, Planted, UnprovedSide, entry_of
+from planted.adapter_base import Catch, ChangedClaim, ChangedSide, Planted, UnprovedSide
 from planted.adapter_leaks import NamePerPayload
 from planted.adapter_leases import ClaimNotRenewed, NackConsumes, UsedTicket
 from planted.adapters import ChunkReadyEarly
@@ -59,7 +57,7 @@ class ShortReadsPass(Planted):
 class FalseSuccess(Planted):
     """A transfer that failed is answered with a tensor of zeros."""
 
-    caught = Catch("test_a_failing_engine_is_an_error_and_loses_nothing", _WRONG_BYTES)
+    caught = Catch("test_a_failing_engine_is_an_error_and_loses_nothing", _WRONG_BYTES, param="fail]")
 
     class Side(ConnectorSide):
         def receive(self, ticket: Ticket, *, timeout_s: float) -> Any:
@@ -74,7 +72,9 @@ class FalseSuccess(Planted):
 class FailureConsumes(Planted):
     """A transfer that failed is acknowledged all the same, so nobody else gets the payload."""
 
-    caught = Catch("test_a_failing_engine_is_an_error_and_loses_nothing", "a failing engine lost the payload")
+    caught = Catch(
+        "test_a_failing_engine_is_an_error_and_loses_nothing", "a failing engine lost the payload", param="fail]"
+    )
 
     class Side(ConnectorSide):
         def receive(self, ticket: Ticket, *, timeout_s: float) -> Any:
@@ -83,6 +83,39 @@ class FailureConsumes(Planted):
                 return claim.read(timeout_s=timeout_s)
             finally:
                 claim.ack(timeout_s=timeout_s)
+
+
+class LateFailureConsumes(Planted):
+    """A transfer that failed when its bytes were there is acknowledged: they are taken for delivered."""
+
+    caught = Catch(
+        "test_a_failing_engine_is_an_error_and_loses_nothing", "a failing engine lost the payload", param="fail_after"
+    )
+    Side = FailureConsumes.Side
+
+
+class OneFailureConsumes(Planted):
+    """A transfer that failed is not tried again, and acknowledged whatever became of it."""
+
+    caught = Catch("test_one_failure_of_the_engine_is_retried_or_told", "one failed transfer lost", param="fail]")
+
+    class Side(FailureConsumes.Side):
+        def _transfer(self) -> dict[str, Any]:
+            # More failures than the connector has tries stand for a host that has one.
+            given = super()._transfer()
+            given["options"] = {key: self._lasting(key, value) for key, value in given["options"].items()}
+            return given
+
+        @staticmethod
+        def _lasting(key: str, value: Any) -> Any:
+            return value * 32 if key == "faults" else value
+
+
+class OneLateFailureConsumes(Planted):
+    """The same where the bytes were there when the transfer failed."""
+
+    caught = Catch("test_one_failure_of_the_engine_is_retried_or_told", "one failed transfer lost", param="fail_after")
+    Side = OneFailureConsumes.Side
 
 
 class OneWrongReadPasses(Planted):
@@ -277,15 +310,7 @@ class HalfIsRelayedAsWhole(Planted):
     caught = Catch("test_a_payload_relayed_in_part_is_never_delivered", _WRONG_BYTES)
     over = ("store",)
 
-    class Side(ChunkReadyEarly.Side):
-        def open(self, outgoing: Outgoing) -> SidePublication:
-            publication = super().open(outgoing)
-            entry = entry_of(self, publication.ticket)
-            deadline = Deadline(10.0, SystemClock())
-            # The producer is killed soon; what it put must be there by then.
-            while entry is not None and not entry.in_relay and not deadline.expired:
-                threading.Event().wait(0.01)
-            return publication
+    Side = ChunkReadyEarly.Side
 
 
 class HalfIsWhole(Planted):
@@ -311,7 +336,7 @@ class AckedBeforeRead(Planted):
     """A claim counts as read when it is granted: a reader that is killed takes the payload with it."""
 
     caught = Catch(
-        "test_a_killed_reader_does_not_keep_the_payload", "a killed reader took the payload with it", param="claimed"
+        "test_a_killed_reader_does_not_keep_the_payload", "a killed reader took the payload with it", param="reading"
     )
 
     class Side(ConnectorSide):
@@ -321,11 +346,57 @@ class AckedBeforeRead(Planted):
             return claim
 
 
+class AckedWhileRead(Planted):
+    """A claim counts as read as soon as its reading begins."""
+
+    caught = Catch(
+        "test_a_killed_reader_does_not_keep_the_payload", "a killed reader took the payload with it", param="reading"
+    )
+
+    class Side(ChangedSide):
+        class Claim(ChangedClaim):
+            def read(self, *, timeout_s: float) -> Any:
+                self.claim.ack(timeout_s=timeout_s)
+                return super().read(timeout_s=timeout_s)
+
+        claims = Claim
+
+
+class AckedWithFirstChunk(Planted):
+    """A claim counts as read when its first chunk is handed out."""
+
+    caught = Catch(
+        "test_a_killed_reader_does_not_keep_the_payload",
+        "a killed reader took the payload with it",
+        param="between-chunks",
+    )
+
+    class Side(ChangedSide):
+        class Claim(ChangedClaim):
+            def chunks(self, *, timeout_s: float) -> Iterator[Any]:
+                for chunk in super().chunks(timeout_s=timeout_s):
+                    self.claim.ack(timeout_s=timeout_s)
+                    yield chunk
+
+        claims = Claim
+
+
+class KilledReaderLeavesMemory(Planted):
+    """Something of a payload whose reader was killed stays in shared memory."""
+
+    caught = Catch(
+        "test_a_killed_reader_does_not_keep_the_payload", "after its reader was killed there are", param="read"
+    )
+    Side = NamePerPayload.Side
+
+
 class KilledReaderKeeps(Planted):
     """The claim of a killed reader is given to nobody else."""
 
     caught = Catch(
-        "test_a_killed_reader_does_not_keep_the_payload", "a killed reader took the payload with it", param="claimed"
+        "test_a_killed_reader_does_not_keep_the_payload",
+        "a killed reader took the payload with it",
+        param="between-chunks",
     )
 
     class Side(ConnectorSide):
@@ -333,6 +404,13 @@ class KilledReaderKeeps(Planted):
             given = super().connector_arguments()
             given["control_config"]["claim_ttl_s"] = 1000.0
             return given
+
+
+class LostNackKeeps(Planted):
+    """A claim that was given back, and whose end was not heard of, does not lapse either."""
+
+    caught = Catch("test_a_lost_nack_does_not_keep_the_payload", "a lost nack lost the payload")
+    Side = KilledReaderKeeps.Side
 
 
 class LateAckCounts(Planted):

@@ -238,6 +238,16 @@ class RegisteredIsCopied(Planted):
             return super().publish(msgspec.structs.replace(outgoing, registered=False))
 
 
+class CopiesCountedAsNone(Planted):
+    """Registered memory is copied, and the count of copies stays at zero whatever is copied."""
+
+    caught = Catch("test_registered_memory_is_not_copied", "'staged' did not grow")
+
+    class Side(RegisteredIsCopied.Side):
+        def counters(self) -> dict[str, int]:
+            return {**super().counters(), "staged": 0}
+
+
 class CopiesNotCounted(Planted):
     """Registered memory is said to be published as it is, and no count shows it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import mmap
 import threading
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from moonrelay.errors import Aborted, LeaseLost
+from moonrelay.errors import Aborted, LeaseLost, WireError
 from moonrelay_conformance.sides.connector_side import ConnectorSide, handle_of
 from moonrelay_conformance.targets.adapter import Outgoing, SideClaim, SideSettings, Ticket
 from planted.adapter_base import (
@@ -93,6 +94,48 @@ class UsedTicket(Planted):
 
         def metadata(self, ticket: Ticket) -> dict[str, Any] | None:
             return None
+
+
+class TicketNotLookedAt(Planted):
+    """What a ticket must hold is taken to be there."""
+
+    caught = Catch("test_a_damaged_ticket_is_refused", "typed error, not untyped", param="missing")
+
+    class Side(ConnectorSide):
+        def receive(self, ticket: Ticket, *, timeout_s: float) -> Any:
+            return self.connector.receive(base64.b64decode(ticket["handle"]), timeout_s=timeout_s)
+
+
+class TicketOfAnyType(Planted):
+    """What a ticket holds is taken to be text."""
+
+    caught = Catch("test_a_damaged_ticket_is_refused", "typed error, not untyped", param="retyped")
+    Side = TicketNotLookedAt.Side
+
+
+class TicketGuessed(Planted):
+    """For a ticket of which the end is missing the last payload is handed out."""
+
+    caught = Catch("test_a_damaged_ticket_is_refused", "something was delivered", param="truncated")
+
+    class Side(ConnectorSide):
+        def receive(self, ticket: Ticket, *, timeout_s: float) -> Any:
+            import torch
+
+            try:
+                return super().receive(ticket, timeout_s=timeout_s)
+            except WireError:
+                return torch.zeros(16, 16)
+
+        def metadata(self, ticket: Ticket) -> dict[str, Any] | None:
+            return None
+
+
+class TicketOfNothing(Planted):
+    """For a ticket that names nothing an empty payload is handed out."""
+
+    caught = Catch("test_a_damaged_ticket_is_refused", "something was delivered", param="replaced")
+    Side = TicketGuessed.Side
 
 
 class AckCountsTwice(Planted):

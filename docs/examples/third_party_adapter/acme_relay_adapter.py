@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from moonrelay import DeleteOnConsume, DiffusionConnector, StagePayload
-from moonrelay.errors import UnsupportedTensor
+from moonrelay.errors import UnsupportedTensor, WireError
 from moonrelay.transfer.shm import sweep_orphans
 from moonrelay_conformance.capability import Capability, Support
 from moonrelay_conformance.targets.adapter import (
@@ -138,16 +138,27 @@ class AcmeSide(AdapterSide):
             raise UnsupportedTensor(str(exc), field=exc.place) from exc
 
     def receive(self, ticket: Ticket, *, timeout_s: float) -> Any:
-        return self.acme.fetch(ticket["baton"], wait_s=timeout_s)
+        return self.acme.fetch(_baton(ticket), wait_s=timeout_s)
 
     def release(self, ticket: Ticket, *, timeout_s: float) -> None:
-        self.acme.drop(ticket["baton"], wait_s=timeout_s)
+        self.acme.drop(_baton(ticket), wait_s=timeout_s)
 
     def in_use(self) -> Mapping[str, int]:
         return self.acme.held()
 
     def close(self) -> None:
         self.acme.shut()
+
+
+def _baton(ticket: Ticket) -> str:
+    """Return a ticket's baton. What is none leaves as a typed error, not as whatever Acme would run into."""
+    baton = ticket.get("baton")
+    try:
+        base64.b64decode(baton, validate=True)
+    except (TypeError, ValueError) as exc:
+        message = f"the ticket holds no baton: {exc}"
+        raise WireError(message, field="baton") from exc
+    return str(baton)
 
 
 class AcmeGround(AdapterGround):

@@ -21,7 +21,7 @@ from moonrelay_conformance.corpus.model import At, Case, Expected, PromiseName
 from moonrelay_conformance.results import Kind, Level, Outcome
 from moonrelay_conformance.sides.process import SideEnded, SideFailed, SideHung
 from moonrelay_conformance.suites.adapter.base import AdapterSuite
-from moonrelay_conformance.suites.adapter.stage import Actor, Sent, Stage, outcome
+from moonrelay_conformance.suites.adapter.stage import PATIENT, Actor, Sent, Stage, outcome
 from moonrelay_conformance.suites.base import promise
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def carry(stage: Stage, route: str, case: Case) -> Delivery | Refusal:
         AssertionError: The producer refused the payload in an untyped way, a side hangs or ended, or chunks came
             twice or not at all.
     """
-    sides = stage.cast(route, case.side.given())
+    sides = stage.cast(route, {**PATIENT, **case.side.given()})
     sent: Sent | None = None
     began = time.monotonic()
     try:
@@ -141,7 +141,7 @@ def _drop(stage: Stage, producer: Actor, sent: Sent) -> None:
 
 def judge(stage: Stage, route: str, case: Case, note: Note) -> None:
     """Carry a case out and fail unless the outcome is right and nothing is left behind."""
-    sides = stage.cast(route, case.side.given())
+    sides = stage.cast(route, {**PATIENT, **case.side.given()})
     lacking = stage.target.lacking(*(one for one in case.requires if one.carried))
     found = carry(stage, route, case)
     if isinstance(found, Refusal):

@@ -7,11 +7,17 @@ that a report should call by their name.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import pytest
 
 from moonrelay_conformance.capability import Capability
 from moonrelay_conformance.results import Level
 from moonrelay_conformance.suites.adapter.base import AdapterSuite
 from moonrelay_conformance.suites.adapter.stage import (
+    PATIENT,
     Actor,
     Cast,
     Sent,
@@ -23,10 +29,13 @@ from moonrelay_conformance.suites.adapter.stage import (
     until,
 )
 from moonrelay_conformance.suites.base import promise
+from moonrelay_conformance.targets.adapter import Ticket
 
 #: Bound of the pool where a test wants freed memory to be used again at once.
 TIGHT = 4 << 20
 _PAYLOAD = 256 << 10
+#: What is left of a ticket's text: nothing, all but its end or its beginning, one half or the other.
+_PARTS: Final = (slice(0, 0), slice(None, -1), slice(None, -4), slice(4, None), slice(0, 64), slice(-64, None))
 
 
 def passed(seconds: float) -> None:
@@ -59,7 +68,45 @@ def overwrite(stage: Stage, producer: Actor) -> None:
 
 def tight(stage: Stage, route: str) -> Cast:
     """Return sides whose pool is small, where the adapter's has a bound."""
-    return stage.cast(route, {"pool_bytes": TIGHT} if stage.supports(Capability.CAPACITY) else {})
+    return stage.cast(route, PATIENT | ({"pool_bytes": TIGHT} if stage.supports(Capability.CAPACITY) else {}))
+
+
+def _each(ticket: Ticket, change: Callable[[Any], Any]) -> Ticket:
+    """Return a ticket with all its values changed, those in lists and dicts too."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, dict) and value:
+            return {key: changed(one) for key, one in value.items()}
+        if isinstance(value, list) and value:
+            return [changed(one) for one in value]
+        return change(value)
+
+    return {key: changed(value) for key, value in ticket.items()}
+
+
+def _truncated(part: slice) -> Callable[[Any], Any]:
+    return lambda value: value[part] if isinstance(value, str) else None
+
+
+#: What no ticket says of a payload.
+_OTHERS: Final[tuple[Any, ...]] = (None, 7, [], {"a": "b"})
+
+
+def _always(other: Any) -> Callable[[Any], Any]:
+    return lambda _: other
+
+
+#: How a ticket is damaged on its way: each gives the tickets that arrive. All its values are damaged, since a host may
+#: put in some that no reader needs.
+DAMAGES: Final[Mapping[str, Callable[[Ticket], list[Ticket]]]] = {
+    "missing": lambda ticket: [{}, {f"{key}-of-another": value for key, value in ticket.items()}],
+    "truncated": lambda ticket: [_each(ticket, _truncated(part)) for part in _PARTS],
+    "replaced": lambda ticket: [
+        _each(ticket, lambda value: "A" * len(value) if isinstance(value, str) else "A"),
+        _each(ticket, lambda value: value[::-1] if isinstance(value, str) else [value]),
+    ],
+    "retyped": lambda ticket: [_each(ticket, _always(other)) for other in _OTHERS],
+}
 
 
 class LeaseTests(AdapterSuite):
@@ -67,7 +114,7 @@ class LeaseTests(AdapterSuite):
 
     @promise(Level.L1, "After its ack a payload is delivered to nobody again")
     def test_a_payload_is_never_delivered_twice_after_its_ack(self, stage: Stage, route: str) -> None:
-        sides = stage.cast(route)
+        sides = stage.cast(route, PATIENT)
         sent = sides.producer.publish()
         sides.consumer.takes(sent)
         for name in ("consumer", "consumer2"):
@@ -75,7 +122,7 @@ class LeaseTests(AdapterSuite):
 
     @promise(Level.L1, "Of several consumers that take one payload at the same time, one gets it")
     def test_a_race_has_one_winner(self, stage: Stage, route: str) -> None:
-        sides = stage.cast(route)
+        sides = stage.cast(route, PATIENT)
         racers = [sides(name) for name in ("consumer", "consumer2", "consumer3")]
         for number in range(3):
             sent = sides.producer.publish(bytes_of(_PAYLOAD, 40 + number))
@@ -92,7 +139,7 @@ class LeaseTests(AdapterSuite):
 
     @promise(Level.L1, "Requests in flight together are never swapped, in whatever order they are taken")
     def test_requests_are_never_swapped(self, stage: Stage, route: str) -> None:
-        sides = stage.cast(route)
+        sides = stage.cast(route, PATIENT)
         # The same shapes: nothing but the request tells them apart.
         sent = [sides.producer.publish(bytes_of(4096, 60 + number)) for number in range(8)]
         order = [7, 0, 5, 2, 3, 6, 1, 4]
@@ -114,6 +161,20 @@ class LeaseTests(AdapterSuite):
         refused(outcome(lambda: sides.consumer.receive(old, timeout_s=3.0)), "lease_lost")
         for one in new:
             sides.consumer.takes(one)
+
+    @pytest.mark.parametrize("damage", sorted(DAMAGES))
+    @promise(Level.L1, "A damaged ticket is refused by a typed error, and costs the payload nothing")
+    def test_a_damaged_ticket_is_refused(self, stage: Stage, route: str, damage: str) -> None:
+        sides = stage.cast(route, PATIENT)
+        sent = sides.producer.publish()
+        damaged = [ticket for ticket in DAMAGES[damage](sent.ticket) if ticket != sent.ticket]
+        assert damaged, f"nothing of the ticket can be {damage}: {sent.ticket}"
+        for ticket in damaged:
+            other = replace(sent, ticket=ticket)
+            observed = outcome(lambda other=other: sides.consumer.receive(other, timeout_s=3.0))  # type: ignore[misc]
+            assert observed != "ok", f"something was delivered for a ticket with values {damage}: {ticket}"
+            assert observed.startswith("refused:"), f"a damaged ticket must be a typed error, not {observed}"
+        sides.consumer.takes(sent)
 
     @promise(Level.L1, "What was delivered stays as it is while the producer's memory is used again")
     def test_delivered_bytes_do_not_change_afterwards(self, stage: Stage, route: str) -> None:
@@ -173,7 +234,7 @@ class LeaseTests(AdapterSuite):
         requires=[Capability.CLAIM],
     )
     def test_a_nack_gives_the_payload_back(self, stage: Stage, route: str) -> None:
-        sides = stage.cast(route)
+        sides = stage.cast(route, PATIENT)
         sent = sides.producer.publish()
         claim = sides.consumer.claim(sent)
         sides.consumer.read(claim)
@@ -194,7 +255,7 @@ class LeaseTests(AdapterSuite):
 
     @promise(Level.L2, "An ack that is repeated counts once", requires=[Capability.CLAIM, Capability.SHARED_READERS])
     def test_an_ack_given_twice_counts_once(self, stage: Stage, route: str) -> None:
-        sides = stage.cast(route)
+        sides = stage.cast(route, PATIENT)
         sent = sides.producer.publish(lease="shared", readers=2)
         claim = sides.consumer.claim(sent)
         assert sides.consumer.read(claim) == sent.digest
@@ -206,7 +267,7 @@ class LeaseTests(AdapterSuite):
 
     @promise(Level.L2, "A shared payload is delivered to as many as it says", requires=[Capability.SHARED_READERS])
     def test_a_shared_payload_has_as_many_readers_as_it_says(self, stage: Stage, route: str) -> None:
-        sides = stage.cast(route)
+        sides = stage.cast(route, PATIENT)
         sent = sides.producer.publish(lease="shared", readers=2)
         sides("consumer").takes(sent)
         sides("consumer2").takes(sent)
@@ -216,7 +277,7 @@ class LeaseTests(AdapterSuite):
         Level.L2, "What one reader does to its tensors is not seen by another", requires=[Capability.SHARED_READERS]
     )
     def test_an_edit_by_one_reader_is_not_seen_by_another(self, stage: Stage, route: str) -> None:
-        sides = stage.cast(route)
+        sides = stage.cast(route, PATIENT)
         sent = sides.producer.publish(lease="shared", readers=2)
         name = stage.name("edited")
         sides.consumer.receive(sent, name=name)
@@ -226,7 +287,7 @@ class LeaseTests(AdapterSuite):
 
     @promise(Level.L2, "An unread payload's time ends", requires=[Capability.TTL])
     def test_an_unread_payload_expires(self, stage: Stage, route: str) -> None:
-        sides = stage.cast(route)
+        sides = stage.cast(route, PATIENT)
         sent = sides.producer.publish(bytes_of(_PAYLOAD), ttl_s=0.8)
         passed(1.2)
         refused(outcome(lambda: sides.consumer.receive(sent, timeout_s=5.0)), "lease_expired", "lease_lost")
@@ -236,14 +297,14 @@ class LeaseTests(AdapterSuite):
     @promise(Level.L2, "A payload lives as long as it was said to", requires=[Capability.TTL])
     def test_a_payload_does_not_expire_early(self, stage: Stage, route: str) -> None:
         # The side's own default is short, the payload's life is long.
-        sides = stage.cast(route, {"lease_ttl_s": 1.0})
+        sides = stage.cast(route, {**PATIENT, "lease_ttl_s": 1.0})
         sent = sides.producer.publish(ttl_s=30.0)
         passed(1.5)
         assert outcome(lambda: sides.consumer.takes(sent)) == "ok", "a payload ended long before its time"
 
     @promise(Level.L2, "A pinned payload stays until it is released", requires=[Capability.PINNED, Capability.RELEASE])
     def test_a_pinned_payload_stays_until_released(self, stage: Stage, route: str) -> None:
-        sides = stage.cast(route, {"lease_ttl_s": 1.0})
+        sides = stage.cast(route, {**PATIENT, "lease_ttl_s": 1.0})
         sent = sides.producer.publish(lease="pinned")
         sides.consumer.takes(sent)
         passed(1.5)
@@ -254,7 +315,7 @@ class LeaseTests(AdapterSuite):
 
     @promise(Level.L2, "A reader is told that, and why, a payload was given up", requires=[Capability.ABORT])
     def test_an_abort_reaches_the_reader(self, stage: Stage, route: str) -> None:
-        sides = stage.cast(route)
+        sides = stage.cast(route, PATIENT)
         sent = sides.producer.publish()
         sides.producer.abort(sent, "denoise ran out of memory")
         error = refusal(lambda: sides.consumer.receive(sent, timeout_s=5.0))
@@ -264,7 +325,7 @@ class LeaseTests(AdapterSuite):
 
     @promise(Level.L2, "An acknowledged payload counts as consumed", requires=[Capability.STATUS])
     def test_status_tells_that_a_payload_was_consumed(self, stage: Stage, route: str) -> None:
-        sides = stage.cast(route)
+        sides = stage.cast(route, PATIENT)
         sent = sides.producer.publish()
         seen: list[str] = []
 

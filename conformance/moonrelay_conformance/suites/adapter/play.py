@@ -19,7 +19,17 @@ from moonrelay_conformance.capability import Capability
 from moonrelay_conformance.corpus.trees import chunk_digests
 from moonrelay_conformance.sides.probe import Held, Slack, beyond
 from moonrelay_conformance.sides.process import SideEnded, SideFailed, SideHung
-from moonrelay_conformance.suites.adapter.stage import CALL_S, GRACE_S, SETTLE_S, Actor, Cast, Sent, Stage, until
+from moonrelay_conformance.suites.adapter.stage import (
+    CALL_S,
+    GRACE_S,
+    PATIENT,
+    SETTLE_S,
+    Actor,
+    Cast,
+    Sent,
+    Stage,
+    until,
+)
 
 if TYPE_CHECKING:
     from moonrelay_conformance.corpus.model import Scenario, Step
@@ -27,6 +37,8 @@ if TYPE_CHECKING:
 
 #: Connections and caches may come to their size meanwhile; leaks are counted over many cycles elsewhere.
 SLACK: Final = Slack(fds=12, threads=4, maps=12)
+#: Verbs after which something is waited for that patience would only put off: a claim's lapse, a peer's loss.
+_BREAKS: Final = frozenset({"kill", "stop", "restart"})
 #: Fields of a ``publish`` or ``open`` step that go to `Outgoing` as they are.
 _OUTGOING: Final = ("lease", "readers", "ttl_s", "attempt", "registered")
 
@@ -75,8 +87,11 @@ class Player:
         self._stage = stage
         self._route = route
         self._note = note
+        lives = _BREAKS.isdisjoint(step.do for step in scenario.steps)
         self._cast: Cast = stage.cast(
-            route, scenario.side.given(), {name: changes.given() for name, changes in scenario.sides.items()}
+            route,
+            {**(PATIENT if lives else {}), **scenario.side.given()},
+            {name: changes.given() for name, changes in scenario.sides.items()},
         )
         self._sent: dict[str, Sent] = {}
         self._claims: dict[tuple[str, str], tuple[str, Sent]] = {}

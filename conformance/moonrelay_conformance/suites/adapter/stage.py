@@ -31,6 +31,8 @@ CALL_S: Final = 20.0
 SETTLE_S: Final = 12.0
 #: Sides that are kept at the same time; beyond it the one longest unused is started anew with other settings.
 WARM: Final = 8
+#: For sides that live while a test lasts: no claim lapses and no peer counts as lost because the machine is busy.
+PATIENT: Final = {"claim_ttl_s": 8.0, "peer_timeout_s": 6.0}
 #: The payload that tests send when its content does not matter.
 SMALL: Final = {"tensor": {"shape": [16, 16], "dtype": "float32", "seed": 1}}
 
