@@ -188,15 +188,36 @@ class SideProcess:
 
     def reset(self) -> bool:
         """End the side, so that the process can serve another one; return whether the process is whole."""
+        return self.begin_reset() and self.end_reset()
+
+    def begin_reset(self) -> bool:
+        """Begin what `reset` does, without waiting; False where the process has ended."""
         if not self.alive:
             return False
         if self._stopped:
             self.go_on()
         try:
-            self.do("reset", within_s=END_TIMEOUT_S)
+            self.send("reset")
+        except SideEnded:
+            return False
+        return True
+
+    def end_reset(self) -> bool:
+        """Wait for what `begin_reset` began; return whether the process is whole. Blocks: `END_TIMEOUT_S` at most."""
+        # Answers come in order; those before ours belong to orders that nobody finished.
+        while len(self._due) > 1:
+            self._given_up.add(self._due.popleft()[0])
+        try:
+            self.answer(END_TIMEOUT_S)
         except MoonrelayError:
             return False
         return True
+
+    def begin_end(self) -> None:
+        """Let the process end without waiting for it; `end` waits."""
+        if self.alive and not self._stopped and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
 
     # -- what is done to it -------------------------------------------------------------------------------------------
 
@@ -337,8 +358,10 @@ class SidePool:
     def take_back(self) -> None:
         """End all sides that are in use; keep the processes that are whole, end the others."""
         busy, self._busy = self._busy, []
-        for process in busy:
-            if process.reset():
+        # All at once: each waits for its peers for a while.
+        begun = [process.begin_reset() for process in busy]
+        for process, asked in zip(busy, begun, strict=True):
+            if asked and process.end_reset():
                 self._idle.append(process)
             else:
                 process.kill()
@@ -347,6 +370,8 @@ class SidePool:
         """End all processes. Idempotent."""
         self.take_back()
         idle, self._idle = self._idle, []
+        for process in idle:
+            process.begin_end()
         for process in idle:
             process.end()
         self._folder.cleanup()

@@ -46,14 +46,24 @@ class Runner:
     # -- life -------------------------------------------------------------------------------------------------------
 
     def warm(self) -> None:
-        """Import what every side needs."""
-        importlib.import_module("moonrelay_conformance.corpus.trees")
+        """Import what every side needs; the first call in a process takes seconds."""
+        if gc.get_freeze_count():
+            return
+        # Nothing that an import makes is garbage. Frozen, it is not looked through again whenever a test collects.
+        gc.disable()
+        try:
+            importlib.import_module("moonrelay_conformance.corpus.trees")
+            importlib.import_module("torch")
+            gc.freeze()
+        finally:
+            gc.enable()
 
     def start(self, side: str, settings: dict[str, Any]) -> None:
         """Make and start ``module:Class`` with settings."""
         if self._side is not None:
             message = "a side runs in this process already; reset first"
             raise ConfigError(message, field="side")
+        self.warm()
         self._side = _loaded(side)(msgspec.convert(settings, SideSettings))
         self._side.start()
 
