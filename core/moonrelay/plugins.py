@@ -64,7 +64,12 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
                 "pinned": "moonrelay.lease.policies:Pinned",
             }
         ),
-        ADAPTERS: MappingProxyType({"diffusers": "moonrelay_diffusers.plugin:DiffusersAdapter"}),
+        ADAPTERS: MappingProxyType(
+            {
+                "diffusers": "moonrelay_diffusers.plugin:DiffusersAdapter",
+                "vllm-omni": "moonrelay_vllm_omni.plugin:VllmOmniAdapter",
+            }
+        ),
         OBSERVERS: MappingProxyType({"metrics": "moonrelay.metrics:Metrics"}),
     }
 )
@@ -79,6 +84,8 @@ _EXTRA_OF: Final[Mapping[str, str]] = MappingProxyType(
         "accelerate": "diffusers",
         "ftfy": "diffusers",
         "redis": "redis",
+        "vllm": "vllm-omni",
+        "vllm_omni": "vllm-omni",
         "imageio": "demo",
         "matplotlib": "demo",
         "PIL": "demo",
