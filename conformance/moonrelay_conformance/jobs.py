@@ -192,17 +192,30 @@ class _Division:
         self._left: deque[int] = deque()
         self._ends: list[str] = []
         self._stopping = False
+        #: How many jobs may be started for what dead ones left.
+        self._spare = 0
 
     def start(self, jobs: int) -> None:
         """Start so many processes."""
-        for number in range(1, jobs + 1):
-            job = _Job(number, self._task, self._task.timeout_s + SILENCE_S)
-            self._jobs.append(job)
-            self._selector.register(job.process.stdout, selectors.EVENT_READ, job)  # type: ignore[arg-type]
+        self._spare = jobs
+        for _ in range(jobs):
+            self._start_one()
+
+    def _start_one(self) -> None:
+        job = _Job(len(self._jobs) + 1, self._task, self._task.timeout_s + SILENCE_S)
+        self._jobs.append(job)
+        self._selector.register(job.process.stdout, selectors.EVENT_READ, job)  # type: ignore[arg-type]
+
+    def _is_going_on(self) -> bool:
+        """Return whether a job lives; where all have ended and left tests that they did not begin, start another."""
+        if not self._selector.get_map() and self._left and self._spare and not self._stopping:
+            self._spare -= 1
+            self._start_one()
+        return bool(self._selector.get_map())
 
     def go_on(self, deadline: Deadline | None = None) -> str | None:
         """Serve the jobs until all have ended; return why the suite cannot be run, if it cannot."""
-        while self._selector.get_map() and not (deadline and deadline.expired):
+        while self._is_going_on() and not (deadline and deadline.expired):
             for key, _ in self._selector.select(1.0):
                 broken = self._serve(key.data)
                 if broken is not None:
