@@ -267,8 +267,9 @@ class Receiver:
         del self._wanted[wanted.edge]
         if wanted.failure is not None:
             raise wanted.failure
-        handle = wanted.handle
-        return None if handle is None else Received(wanted.data, handle)
+        # Nothing of ours may keep the caller's tensors, and with them pool memory.
+        data, wanted.data = wanted.data, None
+        return None if wanted.handle is None else Received(data, wanted.handle)
 
     def _again(self, edge: Edge, told: StageHandle | None, error: MoonrelayError) -> None:
         """Try once more after a pause what may have luck then."""
@@ -287,6 +288,7 @@ class Receiver:
                 continue
             if idle_s >= (self._keep_s if wanted.state is _State.DONE else FORGET_S):
                 del self._wanted[edge]
+                wanted.data = None
                 if wanted.state is _State.DONE:
                     logger.warning("%s was fetched and never collected, it is dropped after %.3g s", edge, idle_s)
 

@@ -1,0 +1,98 @@
+"""Connectors in folders of their own, peers in processes of their own, and which tests need the host."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omni_peer import StagePeer
+
+from moonrelay.transfer.shm import sweep_orphans
+from moonrelay_vllm_omni.connector import StageConnector
+
+HOST_IS_THERE = find_spec("vllm_omni") is not None
+#: Files whose every test needs the host; only `nox -s vllm_omni` has it.
+HOST_FILES = sorted(path.name for path in Path(__file__).parent.glob("test_host_*.py"))
+collect_ignore = [] if HOST_IS_THERE else HOST_FILES
+
+Make = Callable[..., StageConnector]
+Peer = Callable[..., StagePeer]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "vllm_omni" and not HOST_IS_THERE:
+        message = "vllm-omni is not installed here, so its tests cannot run; use nox -s vllm_omni"
+        raise pytest.UsageError(message)
+
+
+def pytest_report_header() -> str | None:
+    if HOST_IS_THERE:
+        return None
+    return f"vllm-omni is not installed: {', '.join(HOST_FILES)} are left to nox -s vllm_omni"
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder in shared memory for one test's store and segments."""
+    shared = Path("/dev/shm")
+    base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    folder = base / f"moonrelay-omni-test-{secrets.token_hex(6)}"
+    (folder / "segments").mkdir(parents=True, mode=0o700)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def extra(place: Path) -> dict[str, Any]:
+    """What a deploy YAML would hold, with short times."""
+    return {
+        "engine": "shm",
+        "engine_options": {"directory": str(place / "segments")},
+        "store": f"local://{place / 'store'}",
+        "pool_bytes": 64 << 20,
+        "lease_ttl_s": 30.0,
+        "retry_s": 0.2,
+        "peer_timeout_s": 1.5,
+        "renew_s": 0.3,
+        "claim_ttl_s": 1.5,
+        "drain_timeout_s": 2.0,
+    }
+
+
+@pytest.fixture
+def make(extra: dict[str, Any]) -> Iterator[Make]:
+    """Makes connectors that are closed at the end; keywords change the settings."""
+    made: list[StageConnector] = []
+
+    def make_one(**changes: Any) -> StageConnector:
+        connector = StageConnector({**extra, **changes})
+        made.append(connector)
+        return connector
+
+    yield make_one
+    for connector in made:
+        connector.close()
+
+
+@pytest.fixture
+def peer(extra: dict[str, Any], place: Path) -> Iterator[Peer]:
+    """Starts peers, whose connectors lie in the same places; they are ended afterwards."""
+    started: list[StagePeer] = []
+
+    def start(*, host: bool = False, **changes: Any) -> StagePeer:
+        one = StagePeer({**extra, **changes}, host=host)
+        started.append(one)
+        return one
+
+    yield start
+    for one in started:
+        one.end()
+    sweep_orphans(place / "segments")
+
