@@ -66,7 +66,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "GONE_S", 3.0)
     # Longer, so that a reader is surely reading when it is killed: what it has told its producer by then stands.
     monkeypatch.setattr(peers, "READING_S", 0.3)
-    monkeypatch.setattr(faults, "SLOW_S", 4.0)
+    monkeypatch.setattr(faults, "SLOW_S", 3.0)
     monkeypatch.setitem(stage.Stage.settle.__kwdefaults__, "within_s", 1.0)
 
 
