@@ -246,8 +246,8 @@ class Run:
         """Return whether a corpus entry is for this route; one whose routes the target lacks stays, as unsupported."""
         only = tuple(str(one) for one in getattr(corpus, "routes", None) or ())
         if not only or not check.route:
-            return True
-        here = [route for route in target.routes() if route in only]
+            return check.route not in target.named_routes()
+        here = [route for route in (*target.routes(), *target.named_routes()) if route in only]
         if here:
             return check.route in here
         if check.route != target.routes()[0]:
@@ -276,11 +276,11 @@ class Run:
             return
         if any("route" in _names_of(mark) for mark in metafunc.definition.iter_markers("parametrize")):
             return
-        routes = target_of(node).routes()
-        if not routes:
-            message = f"target {target_of(node).name!r} has no route; declare p2p or store"
+        target = target_of(node)
+        if not target.routes():
+            message = f"target {target.name!r} has no route; declare p2p or store"
             raise pytest.Collector.CollectError(message)
-        metafunc.parametrize("route", routes)
+        metafunc.parametrize("route", (*target.routes(), *target.named_routes()))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep why something could not be collected."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Never
 
 import msgspec
 
-from moonrelay.errors import ConfigError, MoonrelayError
+from moonrelay.errors import MoonrelayError
 from moonrelay_conformance.capability import Capability
 from moonrelay_conformance.targets.base import Target
 
@@ -278,6 +278,9 @@ class AdapterTarget(Target):
     def routes(self) -> tuple[str, ...]:
         return tuple(one.value for one in (Capability.P2P, Capability.STORE) if self.supports(one))
 
+    def named_routes(self) -> tuple[str, ...]:
+        return (Capability.SPILL.value,) if self.supports(Capability.SPILL) else ()
+
     def python(self) -> str:
         """Return the interpreter for the sides' processes."""
         return sys.executable
@@ -301,13 +304,6 @@ def not_supported(capability: Capability) -> Never:
     raise NotSupported(message, capability=capability.value)
 
 
-def check_settings(settings: SideSettings, routes: tuple[str, ...]) -> None:
-    """Raise `ConfigError` where a side is asked for a route that its target does not have."""
-    if settings.route not in routes:
-        message = f"route={settings.route!r} is none of this target's: {', '.join(routes)}"
-        raise ConfigError(message, field="route")
-
-
 __all__ = [
     "OFFER",
     "AdapterGround",
@@ -321,6 +317,5 @@ __all__ = [
     "SidePublication",
     "SideSettings",
     "Ticket",
-    "check_settings",
     "not_supported",
 ]

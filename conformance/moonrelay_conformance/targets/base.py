@@ -37,6 +37,10 @@ class Target(ABC):
         """Return the routes over which cases and scenarios are run; empty where the kind knows no routes."""
         return ()
 
+    def named_routes(self) -> tuple[str, ...]:
+        """Return further routes, over which only those checks are run that name them."""
+        return ()
+
     def supports(self, *capabilities: Capability) -> bool:
         """Return whether all of ``capabilities`` are declared as there."""
         declared = self.capabilities()
