@@ -84,6 +84,16 @@ def test_a_result_says_what_was_checked(folder: pytest.Pytester) -> None:
     assert found["only-spill"].reason == "the target has no route spill"
 
 
+def test_a_named_route_runs_only_what_names_it(folder: pytest.Pytester) -> None:
+    source = (
+        "class Spilling(MiniTarget):\n    def named_routes(self):\n        return ('spill',)\n"
+        "class TestMine(MiniConformance):\n    target = Spilling\n"
+    )
+    report, _ = run(folder, source, code=0)
+    usual = {name: outcome for name, outcome in WHOLE.items() if name != "only-spill"}
+    assert outcomes(report) == {**usual, "only-spill:spill": "delivered"}
+
+
 def test_an_instance_is_as_good_as_a_class(folder: pytest.Pytester) -> None:
     report, _ = run(folder, "class TestMine(MiniConformance):\n    target = MiniTarget()\n", code=0)
     assert outcomes(report) == WHOLE
