@@ -11,7 +11,7 @@ from fake_side import FakeGround, FakeTarget, FakeWorld
 
 from moonrelay_conformance.corpus.model import Scenario
 from moonrelay_conformance.suites.adapter.play import Player
-from moonrelay_conformance.suites.adapter.stage import SMALL, Stage
+from moonrelay_conformance.suites.adapter.stage import PATIENT, SMALL, Stage
 from moonrelay_conformance.suites.base import Note
 
 Play = Callable[..., Note]
@@ -71,8 +71,8 @@ def test_a_wrong_observation_names_step_expectation_and_what_was_seen(play: Play
 def test_what_a_broken_side_does_is_called_by_its_name(fault: str, observed: str) -> None:
     world = FakeWorld()
     stage = Stage(FakeTarget(), world, FakeGround())  # type: ignore[arg-type]
-    cast = stage.cast("p2p")
-    # The sides meet before the baseline; the fault comes after.
+    cast = stage.cast("p2p", PATIENT)
+    # The sides meet before the baseline, with the settings of a scenario in which nobody dies; the fault comes after.
     stage.acquaint(cast.producer, cast.consumer)
     world.faults = frozenset({fault})
     with pytest.raises(AssertionError, match=f"step 2: consumer receive p: expected delivered, observed {observed}"):
@@ -133,7 +133,7 @@ def test_a_killed_reader_and_a_restarted_one(play: Play) -> None:
 def test_a_failed_scenario_leaves_its_sides_to_nobody(play: Play) -> None:
     world = FakeWorld()
     stage = Stage(FakeTarget(), world, FakeGround())  # type: ignore[arg-type]
-    before = stage.cast("p2p").consumer
+    before = stage.cast("p2p", PATIENT).consumer
     with pytest.raises(AssertionError):
         Player(stage, scenario(PUBLISH, {**CLAIM, "expect": ["refused:lease_lost"]}), "p2p", Note()).play()
-    assert stage.cast("p2p").consumer is not before
+    assert stage.cast("p2p", PATIENT).consumer is not before
