@@ -25,7 +25,7 @@ PACKAGES: Final = (
 #: Rooms whose docstrings are for those who work in them: tests, and what runs them.
 LEFT_OUT: Final = {
     f"moonrelay_conformance.{room}"
-    for room in ("collecting", "fixtures", "guard", "job", "jobs", "plugin", "recording", "report", "suites")
+    for room in ("child", "collecting", "fixtures", "guard", "job", "jobs", "plugin", "recording", "report", "suites")
 }
 NOTE: Final = "<!-- Written by tools/make_reference.py from the docstrings; `make docs` writes it anew. -->\n"
 
@@ -50,9 +50,7 @@ def pages() -> dict[str, str]:
 
 
 def _rooms(package: griffe.Module) -> list[griffe.Module]:
-    return [
-        module for name, module in sorted(package.modules.items()) if _public(name) and module.path not in LEFT_OUT
-    ]
+    return [module for name, module in sorted(package.modules.items()) if _public(name) and module.path not in LEFT_OUT]
 
 
 def _module(module: griffe.Module, *, top: bool) -> Iterator[str]:
