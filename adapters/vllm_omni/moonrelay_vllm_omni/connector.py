@@ -27,6 +27,7 @@ from moonrelay.errors import (
     PeerLost,
     TransferFailed,
     TransferTimeout,
+    WireError,
 )
 from moonrelay.events import Event
 from moonrelay.handle import StageHandle
@@ -220,7 +221,7 @@ class StageConnector:
             from_stage: The stage that sends.
             to_stage: The stage that receives.
             get_key: The key.
-            metadata: What `put` returned, alone or as ``{key: metadata}``; anything else counts as nothing.
+            metadata: What `put` returned, alone or as ``{key: metadata}``; another connector's counts as nothing.
 
         Returns:
             The payload and its size in bytes; ``None`` while it is not here.
@@ -319,8 +320,8 @@ class StageConnector:
             raise ConnectorClosed("the connector is closed; make a new one", key=key)
 
     def _got(self, edge: Edge, metadata: object, deadline: Deadline | None) -> Found | None:
-        told = _handle_in(metadata, edge.key)
         try:
+            told = _handle_in(metadata, edge.key)
             if deadline is None:
                 received = self._receiver.poll(edge, told)
             else:
@@ -443,18 +444,23 @@ def _told(handle: StageHandle) -> dict[str, Any]:
 
 
 def _handle_in(metadata: object, key: str) -> StageHandle | None:
-    """Return the handle in what the host passes on; ``None`` where there is none of ours."""
+    """Return the handle in what the host passes on; ``None`` where there is none of ours.
+
+    Raises:
+        WireError, VersionError: There is one, and it is damaged, or of another version. The key may still be good, but
+            what else was damaged on the way nobody knows.
+    """
     if not isinstance(metadata, Mapping):
         return None
     inner = metadata.get(key, metadata)
-    text = inner.get(HANDLE_FIELD) if isinstance(inner, Mapping) else None
-    if not isinstance(text, str):
+    if not isinstance(inner, Mapping) or HANDLE_FIELD not in inner:
         return None
     try:
-        return StageHandle.from_bytes(base64.b64decode(text, validate=True))
-    except (binascii.Error, MoonrelayError) as exc:
-        logger.warning("the metadata of %s holds no handle, its key is looked up: %s", key, exc)
-        return None
+        raw = base64.b64decode(inner[HANDLE_FIELD], validate=True)
+    except (binascii.Error, TypeError, ValueError) as exc:
+        message = f"the metadata of {key} holds a damaged handle"
+        raise WireError(message, field=HANDLE_FIELD) from exc
+    return StageHandle.from_bytes(raw)
 
 
 def _references(payload: StagePayload) -> tuple[weakref.ref[torch.Tensor], ...]:

@@ -243,14 +243,15 @@ class Receiver:
         now = self._clock.monotonic()
         wanted = self._wanted.get(edge)
         if wanted is None:
-            wanted = _Wanted(edge=edge, since_s=now, asked_s=now, look_s=now, until=until, told=told)
+            wanted = _Wanted(edge=edge, since_s=now, asked_s=now, look_s=now, until=until)
             self._wanted[edge] = wanted
-            if told is not None:
-                self._fetch(wanted, told)
             self._changed.notify_all()
         wanted.asked_s = now
         if wanted.state is _State.LOOKING:
             wanted.until = until
+            if told is not None and wanted.told is None:
+                wanted.told = told
+                self._fetch(wanted, told)
         return wanted
 
     def _ended(self, wanted: _Wanted) -> bool:

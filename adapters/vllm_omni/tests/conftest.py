@@ -95,4 +95,3 @@ def peer(extra: dict[str, Any], place: Path) -> Iterator[Peer]:
     for one in started:
         one.end()
     sweep_orphans(place / "segments")
-
