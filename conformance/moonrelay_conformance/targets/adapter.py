@@ -108,22 +108,13 @@ class SidePublication(ABC):
     @property
     @abstractmethod
     def ticket(self) -> Ticket:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """What a consumer needs; valid before any chunk is ready."""
 
     @abstractmethod
     def ready(self, chunk: int) -> None:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Say that a chunk is final."""
 
     def abort(self, reason: str) -> None:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Give the payload up (`Capability.ABORT`)."""
         not_supported(Capability.ABORT)
 
@@ -133,36 +124,21 @@ class SideClaim(ABC):
 
     @abstractmethod
     def read(self, *, timeout_s: float) -> Any:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Return the tree; does not acknowledge. Raises a typed error; never returns other bytes."""
 
     def chunks(self, *, timeout_s: float) -> Iterator[Any]:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Yield the chunks in order (`Capability.CHUNKED`)."""
         not_supported(Capability.CHUNKED)
 
     @abstractmethod
     def ack(self, *, timeout_s: float) -> None:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Acknowledge: the payload was consumed."""
 
     @abstractmethod
     def nack(self) -> None:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Give the payload back unread."""
 
     def metadata(self) -> dict[str, Any] | None:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Return the plain values that travelled with the ticket."""
         return None
 
@@ -180,92 +156,53 @@ class AdapterSide(ABC):
         self.settings = settings
 
     def start(self) -> None:  # noqa: B027 - many start on first use
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Start what the host starts. Blocks: until it can publish or receive."""
 
     @abstractmethod
     def publish(self, outgoing: Outgoing) -> Ticket:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Publish a payload whose bytes are final; return what a consumer needs.
 
         Raises:
             MoonrelayError: It cannot be carried (``context['field']`` names the place) or there is no room; nothing is
                 held on to.
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """
 
     @abstractmethod
     def receive(self, ticket: Ticket, *, timeout_s: float) -> Any:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Take a payload over whole, in the host's way; return the tree.
 
         Raises:
             MoonrelayError: It is not here by ``timeout_s``, or never will be; or the ticket is damaged.
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """
 
     def open(self, outgoing: Outgoing) -> SidePublication:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Publish a payload whose chunks follow (`Capability.CHUNKED`)."""
         not_supported(Capability.CHUNKED)
 
     def claim(self, ticket: Ticket, *, timeout_s: float) -> SideClaim:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Claim a payload (`Capability.CLAIM`). Blocks: until granted, or ``timeout_s``."""
         not_supported(Capability.CLAIM)
 
     def abort(self, ticket: Ticket, reason: str) -> None:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Give up a payload published by this side (`Capability.ABORT`)."""
         not_supported(Capability.ABORT)
 
     def release(self, ticket: Ticket, *, timeout_s: float) -> None:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Drop a payload that nobody needs (`Capability.RELEASE`)."""
         not_supported(Capability.RELEASE)
 
     def status(self, ticket: Ticket, *, timeout_s: float) -> str:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Return how a payload stands, a word of `moonrelay.lease.LeaseStatus` (`Capability.STATUS`)."""
         not_supported(Capability.STATUS)
 
     def metadata(self, ticket: Ticket) -> dict[str, Any] | None:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Return the plain values that travelled with a ticket (`Capability.METADATA`)."""
         return None
 
     def in_use(self) -> Mapping[str, int]:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Return what this side still holds for payloads, by name: slots, bytes, entries. All zero means nothing.
 
         Only what the host's own API can tell; the suite looks at descriptors, threads and mappings by itself.
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """
         return {}
 
@@ -273,14 +210,11 @@ class AdapterSide(ABC):
         """Return counts that only grow and that the host can tell.
 
         ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
-        """Return counts that only grow and that the host can tell, e.g. ``staged``: copies made by `publish`."""
+        """
         return {}
 
     @abstractmethod
     def close(self) -> None:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """End the side. Idempotent. Blocks: seconds at most."""
 
 
@@ -292,36 +226,21 @@ class AdapterGround(ABC):
 
     @abstractmethod
     def settings(self, settings: SideSettings) -> SideSettings:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Return ``settings`` with what the target adds in ``extra``."""
 
     def store_keys(self) -> tuple[str, ...]:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Return what lies in the store, read around the adapter; empty where there is no store."""
         return ()
 
     def memory_names(self) -> tuple[str, ...]:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Return the shared memory segments and files that sides made, read around the adapter."""
         return ()
 
     def sweep(self) -> None:  # noqa: B027 - most need none
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Do now what the deployment does at intervals or at a start to clear what killed processes left."""
 
     @abstractmethod
     def close(self) -> None:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """End the services. Idempotent."""
 
     def __enter__(self) -> AdapterGround:
@@ -357,9 +276,6 @@ class AdapterTarget(Target):
 
     @abstractmethod
     def ground(self, folder: Path) -> AdapterGround:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Start the services that sides need, in ``folder``. Blocks: until they answer."""
 
     def routes(self) -> tuple[str, ...]:
@@ -369,23 +285,14 @@ class AdapterTarget(Target):
         return (Capability.SPILL.value,) if self.supports(Capability.SPILL) else ()
 
     def python(self) -> str:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Return the interpreter for the sides' processes."""
         return sys.executable
 
     def environment(self) -> Mapping[str, str]:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Return variables to add to the environment of the sides' processes."""
         return {}
 
     def pipeline(self, folder: Path, *, timeout_s: float) -> PipelineRun:
-        """Return counts that only grow and that the host can tell.
-
-        ``staged`` counts the payloads that `publish` copied; who declares `Capability.ZERO_COPY` must give it.
         """Run a real pipeline undivided and divided (`Capability.PIPELINE`)."""
         not_supported(Capability.PIPELINE)
 
