@@ -140,9 +140,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
     @property
+    def whole(self) -> bool:
+        """Whether it is complete by what it says and by what it holds: there are checks, and all of them ran."""
+        return self.complete and bool(self.results) and all(one.outcome is not Outcome.NOT_RUN for one in self.results)
+
+    @property
     def passed(self) -> bool:
         """Whether everything asked for ran and nothing failed."""
-        return self.complete and not any(result.outcome is Outcome.FAILED for result in self.results)
+        return self.whole and not any(result.outcome is Outcome.FAILED for result in self.results)
 
     def counts(self) -> Mapping[Level, Mapping[Outcome, int]]:
         """Return how many checks of each level ended how."""

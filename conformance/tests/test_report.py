@@ -10,6 +10,7 @@ import pytest
 from moonrelay.errors import ConfigError, VersionError, WireError
 from moonrelay_conformance.report import markdown
 from moonrelay_conformance.report.compare import compare
+from moonrelay_conformance.report.markdown import Said
 from moonrelay_conformance.report.matrix import Matrix, cell_of, join, load
 from moonrelay_conformance.report.matrix_page import matrix_page
 from moonrelay_conformance.report.page import page
@@ -96,6 +97,13 @@ class TestMatrix:
     def test_an_incomplete_report_and_a_failure_are_not_passed(self) -> None:
         assert not join([report(delivered("a", "1"), complete=False)]).passed
         assert not join([report(result("a", Outcome.FAILED))]).passed
+
+    def test_a_report_is_not_complete_because_it_says_so(self) -> None:
+        left = report(delivered("a", "1"), result("b", Outcome.NOT_RUN))
+        assert not left.passed
+        assert not join([left]).passed
+        assert not report().passed
+        assert not join([report()]).passed
 
     def test_one_target_twice_is_refused_unless_its_host_differs(self) -> None:
         with pytest.raises(ConfigError, match="two reports are of adapter:diffusers"):
@@ -204,15 +212,28 @@ class TestMarkdown:
         with pytest.raises(ConfigError, match="'fine' says no outcome"):
             markdown.parse(text)
 
+    def test_a_row_that_lost_a_cell_is_refused(self) -> None:
+        text = markdown.write(join([report(delivered("a", "1")), report(delivered("a", "1"), name="sglang")]))
+        short = text.replace("✔ delivered | ✔ delivered |", "✔ delivered |")
+        with pytest.raises(ConfigError, match=r"old\.md, line \d+: 4 cells under 5 headings"):
+            markdown.parse(short, source="old.md")
+
+    def test_a_row_that_stands_twice_is_refused(self) -> None:
+        """As a merge that was not finished leaves it."""
+        row = "| L1 | `a` | Title of a | ✔ delivered |\n"
+        text = markdown.write(join([report(delivered("a", "1"))]))
+        with pytest.raises(ConfigError, match=r"old\.md, line \d+: a of adapter:diffusers stands twice"):
+            markdown.parse(text.replace(row, row + row.replace("✔ delivered", "✘ failed")), source="old.md")
+
     def test_an_adapter_that_is_all_alone_has_nothing_to_disagree_with(self) -> None:
         assert "No adapter is compared" in markdown.write(join([report(name="memory", kind="queue")]))
 
 
 class TestCompare:
     COMMITTED = {
-        ("T", "a", "x"): Outcome.DELIVERED,
-        ("T", "a", "y"): Outcome.REFUSED,
-        ("T", "b", "x"): Outcome.HELD,
+        ("T", "a", "x"): Said(Outcome.DELIVERED),
+        ("T", "a", "y"): Said(Outcome.REFUSED),
+        ("T", "b", "x"): Said(Outcome.HELD),
     }
 
     def test_the_same_is_no_change(self) -> None:
@@ -222,25 +243,42 @@ class TestCompare:
 
     @pytest.mark.parametrize("after", [Outcome.REFUSED, Outcome.UNSUPPORTED, Outcome.NOT_RUN, Outcome.FAILED])
     def test_a_cell_that_got_worse_is_named(self, after: Outcome) -> None:
-        changes = compare(self.COMMITTED, {**self.COMMITTED, ("T", "a", "x"): after})
+        changes = compare(self.COMMITTED, {**self.COMMITTED, ("T", "a", "x"): Said(after)})
         assert changes.worse == (f"a x: delivered → {after.value.replace('_', ' ')}",)
         assert changes.regressed
 
     def test_a_cell_that_got_better_is_told_and_fine(self) -> None:
-        changes = compare(self.COMMITTED, {**self.COMMITTED, ("T", "a", "y"): Outcome.DELIVERED})
+        changes = compare(self.COMMITTED, {**self.COMMITTED, ("T", "a", "y"): Said(Outcome.DELIVERED)})
         assert changes.better == ("a y: refused → delivered",)
         assert not changes.regressed
 
     def test_a_cell_and_a_column_that_are_gone_are_named(self) -> None:
-        changes = compare(self.COMMITTED, {("T", "a", "x"): Outcome.DELIVERED})
+        changes = compare(self.COMMITTED, {("T", "a", "x"): Said(Outcome.DELIVERED)})
         assert changes.missing == ("a y: is gone (refused)", "column b of 'T': is gone")
         assert changes.regressed
 
     def test_what_is_new_is_told_and_a_new_failure_is_worse(self) -> None:
-        new = {("T", "a", "z"): Outcome.HELD, ("T", "c", "x"): Outcome.HELD, ("T", "a", "w"): Outcome.FAILED}
+        new = {
+            ("T", "a", "z"): Said(Outcome.HELD),
+            ("T", "c", "x"): Said(Outcome.HELD),
+            ("T", "a", "w"): Said(Outcome.FAILED),
+        }
         changes = compare(self.COMMITTED, {**self.COMMITTED, **new})
         assert changes.new == ("a w: is new (failed)", "a z: is new (held)", "column c of 'T': is new")
         assert changes.worse == ("a w: new, failed",)
+
+    @pytest.mark.parametrize("bad", [Outcome.FAILED, Outcome.REFUSED])
+    def test_a_route_that_joins_the_bad_ones_is_worse(self, bad: Outcome) -> None:
+        both = join([report(result("x", bad, route="p2p"), result("x", bad, route="store"))])
+        other = join([report(delivered("x", "1", "p2p"), result("x", bad, route="store"))])
+        one = join([report(result("x", bad, route="p2p"), delivered("x", "1", "store"))])
+        committed = markdown.parse(markdown.write(one))
+        assert not compare(committed, markdown.cells_of(one)).regressed
+        changes = compare(committed, markdown.cells_of(both))
+        assert changes.worse == (f"adapter:diffusers x: {bad.value} (p2p) → {bad.value}",)
+        assert compare(committed, markdown.cells_of(other)).regressed
+        assert not compare(markdown.parse(markdown.write(both)), markdown.cells_of(one)).regressed
+        assert compare(markdown.parse(markdown.write(both)), markdown.cells_of(one)).better
 
 
 class _Tags(HTMLParser):
@@ -268,7 +306,9 @@ class _Tags(HTMLParser):
     "text",
     [
         matrix_page(everything()),
-        matrix_page(everything(), compare({("T", "a", NASTY): Outcome.HELD}, {("T", "b", "x"): Outcome.HELD})),
+        matrix_page(
+            everything(), compare({("T", "a", NASTY): Said(Outcome.HELD)}, {("T", "b", "x"): Said(Outcome.HELD)})
+        ),
         page(report(*(result(f"c-{one.value}", one, reason=NASTY, steps=(NASTY,)) for one in Outcome))),
         page(report(delivered("a", "1", "p2p"), delivered("a", "1"), environment={"python": "3"}, complete=False)),
         page(report()),

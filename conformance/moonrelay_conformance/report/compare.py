@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moonrelay_conformance.report.markdown import Cells
-from moonrelay_conformance.report.text import rank, word
+from moonrelay_conformance.report.markdown import Cells, Said
+from moonrelay_conformance.report.text import rank
 from moonrelay_conformance.results import Outcome
 
 
@@ -39,16 +39,22 @@ def compare(committed: Cells, now: Cells) -> Changes:
     better: list[str] = []
     for key in committed.keys() & now.keys():
         before, after = committed[key], now[key]
-        if before is not after:
-            line = f"{_place(key)}: {word(before)} → {word(after)}"
-            (worse if rank(after) > rank(before) else better).append(line)
-    worse += [f"{_place(key)}: new, {word(now[key])}" for key in now.keys() - committed.keys() if _broken(now[key])]
+        if before != after:
+            (worse if _is_worse(before, after) else better).append(f"{_place(key)}: {before} → {after}")
+    worse += [f"{_place(key)}: new, {now[key]}" for key in now.keys() - committed.keys() if _broken(now[key].outcome)]
     return Changes(
         worse=tuple(sorted(worse)),
         missing=_only(committed, now, "is gone"),
         better=tuple(sorted(better)),
         new=_only(now, committed, "is new"),
     )
+
+
+def _is_worse(before: Said, after: Said) -> bool:
+    """Return whether a cell got worse; with the same outcome, whether a route has it that had a better one."""
+    if before.outcome is not after.outcome:
+        return rank(after.outcome) > rank(before.outcome)
+    return bool(before.routes) and not (after.routes and after.routes <= before.routes)
 
 
 def _broken(outcome: Outcome) -> bool:
@@ -61,7 +67,7 @@ def _only(these: Cells, others: Cells, text: str) -> tuple[str, ...]:
     for key in sorted(these.keys() - others.keys()):
         table, column, _ = key
         if (table, column) in known:
-            lines[f"{_place(key)}: {text} ({word(these[key])})"] = None
+            lines[f"{_place(key)}: {text} ({these[key]})"] = None
         else:
             lines[f"column {column} of {table!r}: {text}"] = None
     return tuple(lines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from moonrelay.errors import ConfigError
@@ -15,12 +16,29 @@ from moonrelay_conformance.report.matrix import Cell, Matrix, Table
 from moonrelay_conformance.report.text import MEANINGS, SIGNS, word
 from moonrelay_conformance.results import Outcome
 
-#: Table, column and check to the outcome.
-Cells = Mapping[tuple[str, str, str], Outcome]
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a cell says.
+
+    Attributes:
+        outcome: The worst of the routes.
+        routes: The routes with that outcome, where others ended better; empty is all.
+    """
+
+    outcome: Outcome
+    routes: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return f"{word(self.outcome)} ({', '.join(sorted(self.routes))})" if self.routes else word(self.outcome)
+
+
+#: Table, column and check to what the cell says.
+Cells = Mapping[tuple[str, str, str], Said]
 
 _FIRST: Final = ("level", "check", "what is promised")
 _WORDS: Final = {word(outcome): outcome for outcome in Outcome}
-_CELL: Final = re.compile(rf"^(?:\S )?({'|'.join(map(re.escape, _WORDS))})(?=$|[\s:(])")
+_CELL: Final = re.compile(rf"^(?:\S )?({'|'.join(map(re.escape, _WORDS))})(?: \(([^()]*)\))?(?=$|[\s:(])")
 _SPLIT: Final = re.compile(r"(?<!\\)\|")
 
 
@@ -52,9 +70,10 @@ def parse(text: str, *, source: str = "the matrix") -> Cells:
     """Read the cells of a matrix that `write` made.
 
     Raises:
-        ConfigError: It holds no table of checks, or a cell that says no outcome; the message names the line.
+        ConfigError: It holds no table of checks, a cell that says no outcome, a row that is cut short or stands twice;
+            the message names the line.
     """
-    cells: dict[tuple[str, str, str], Outcome] = {}
+    cells: dict[tuple[str, str, str], Said] = {}
     heading = ""
     columns: tuple[str, ...] = ()
     tables = 0
@@ -66,21 +85,24 @@ def parse(text: str, *, source: str = "the matrix") -> Cells:
             columns = tuple(part.strip("`") for part in parts[len(_FIRST) :])
             tables += 1
         elif columns and parts and not set(line) <= set("|-: "):
-            for column, said in zip(columns, parts[len(_FIRST) :], strict=False):
+            where = f"{source}, line {number}"
+            if len(parts) != len(_FIRST) + len(columns):
+                raise _edited(f"{where}: {len(parts)} cells under {len(_FIRST) + len(columns)} headings")
+            for column, said in zip(columns, parts[len(_FIRST) :], strict=True):
+                key = (heading, column, parts[1].strip("`"))
+                if key in cells:
+                    raise _edited(f"{where}: {key[2]} of {column} stands twice")
                 if said:
-                    cells[heading, column, parts[1].strip("`")] = _outcome(said, f"{source}, line {number}")
+                    cells[key] = _said(said, where)
     if not tables:
-        message = (
-            f"{source} holds no table of checks; make it with `moonrelay conformance --matrix ... --markdown FILE`"
-        )
-        raise ConfigError(message, field="against")
+        raise _edited(f"{source} holds no table of checks")
     return cells
 
 
 def cells_of(matrix: Matrix) -> Cells:
     """Return the cells of a matrix in the form of `parse`."""
     return {
-        (table.heading, column, row.id): cell.outcome
+        (table.heading, column, row.id): Said(cell.outcome, frozenset(cell.routes))
         for table in matrix.tables
         for row in table.rows
         for column, cell in row.cells.items()
@@ -126,11 +148,14 @@ def _parts(line: str) -> list[str]:
     return [part.strip().replace("\\|", "|") for part in _SPLIT.split(line.strip())[1:-1]]
 
 
-def _outcome(text: str, where: str) -> Outcome:
+def _said(text: str, where: str) -> Said:
     found = _CELL.match(text)
     if found is None:
-        message = (
-            f"{where}: {text!r} says no outcome; make it with `moonrelay conformance --matrix ... --markdown FILE`"
-        )
-        raise ConfigError(message, field="against")
-    return _WORDS[found.group(1)]
+        raise _edited(f"{where}: {text!r} says no outcome")
+    routes = (route.strip() for route in (found.group(2) or "").split(","))
+    return Said(_WORDS[found.group(1)], frozenset(route for route in routes if route))
+
+
+def _edited(what: str) -> ConfigError:
+    message = f"{what}; make it with `moonrelay conformance --matrix ... --markdown FILE`"
+    return ConfigError(message, field="against")

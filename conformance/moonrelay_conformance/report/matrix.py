@@ -160,8 +160,7 @@ def join(reports: Sequence[Report]) -> Matrix:
         suite_version=reports[0].suite_version,
         corpus_version=reports[0].corpus_version,
         columns=tuple(
-            Column(key=key, kind=one.target.kind, about=_about(one), complete=one.complete)
-            for key, one in named.items()
+            Column(key=key, kind=one.target.kind, about=_about(one), complete=one.whole) for key, one in named.items()
         ),
         tables=tuple(table for table in tables if table.rows),
         disagreements=tuple(disagreements),

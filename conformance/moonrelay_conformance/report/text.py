@@ -61,7 +61,7 @@ def verdict(report: Report) -> str:
     """Return ``passed``, ``FAILED`` or ``INCOMPLETE``."""
     if any(result.outcome is Outcome.FAILED for result in report.results):
         return "FAILED"
-    return "passed" if report.complete else "INCOMPLETE"
+    return "passed" if report.whole else "INCOMPLETE"
 
 
 def counted(counts: Mapping[Outcome, int]) -> str:
