@@ -27,13 +27,17 @@ class SuiteClass(pytest.Class):
 
     #: Names of the test functions that were collected; the guard compares.
     names: set[str]
+    #: Which of the suite's fixtures the tests would not get, and who replaced them.
+    replaced: tuple[str, ...]
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         target = suite_target(self)
         found: list[pytest.Item | pytest.Collector] = [GuardItem.from_parent(self, name=guard.NAME)]
         if not guard.not_collectable(self.obj):
             found += super().collect()
-        self.names = {one.originalname for one in found if isinstance(one, pytest.Function)}
+        functions = [one for one in found if isinstance(one, pytest.Function)]
+        self.names = {one.originalname for one in functions}
+        self.replaced = guard.replaced_fixtures(self.obj, functions)
         return activate(self.config).admit(self, target, found)
 
     def funcnamefilter(self, name: str) -> bool:
@@ -45,7 +49,9 @@ class GuardItem(pytest.Item):
     """The test that no class can override, since it is none of the class's."""
 
     def runtest(self) -> None:
-        found = guard.complaints(self.suite, self._names())
+        node = suite_node(self)
+        assert node is not None
+        found = [*guard.complaints(self.suite, node.names), *node.replaced]
         if found:
             pytest.fail("; ".join(found), pytrace=False)
 
@@ -58,11 +64,6 @@ class GuardItem(pytest.Item):
         assert node is not None
         found: type[Suite] = node.obj
         return found
-
-    def _names(self) -> set[str]:
-        node = suite_node(self)
-        assert node is not None
-        return node.names
 
 
 class ChosenModule(pytest.Module):

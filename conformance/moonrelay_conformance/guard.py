@@ -6,7 +6,7 @@ except as a known failure, ``@pytest.mark.xfail(reason=...)`` on the override.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
 import pytest
@@ -33,6 +33,8 @@ def complaints(cls: type[Suite], collected: Collection[str]) -> list[str]:
     for position, one in enumerate(cls.__mro__):
         if one.__module__.startswith(_OURS) or one is object:
             continue
+        if any(mark.name == "parametrize" for mark in _marks(vars(one))):
+            found.append(f"parametrize on {one.__name__} chooses what the suite's tests run over")
         rest = cls.__mro__[position + 1 :]
         for name, value in vars(one).items():
             if name in _FREE or name in changed or (name.startswith("__") and name.endswith("__")):
@@ -55,6 +57,24 @@ def not_collectable(cls: type[Suite]) -> list[str]:
     found = [] if getattr(cls, "__test__", True) else ["`__test__ = False` removes all of its tests"]
     changed = [name for name in ("__init__", "__new__") if getattr(cls, name) is not getattr(object, name)]
     return [*found, *(f"`{name}` keeps pytest from running its tests" for name in changed)]
+
+
+def replaced_fixtures(cls: type[Suite], functions: Iterable[pytest.Function]) -> tuple[str, ...]:
+    """Return which of the suite's fixtures its tests would not get, since a module, class or conftest has one so named.
+
+    Args:
+        cls: The collected class.
+        functions: What pytest collected in it.
+    """
+    found: dict[str, None] = {}
+    for function in functions:
+        if inherited_promise(cls, function.originalname) is None:
+            continue
+        for name, definitions in function._fixtureinfo.name2fixturedefs.items():  # noqa: SLF001 - no public way
+            modules = [str(getattr(one.func, "__module__", "")) for one in definitions]
+            if any(one.startswith(_OURS) for one in modules) and not modules[-1].startswith(_OURS):
+                found[f"the suite's fixture `{name}` is replaced in {modules[-1]}; give yours another name"] = None
+    return tuple(found)
 
 
 def tests_of(cls: type[Suite]) -> tuple[str, ...]:
@@ -122,6 +142,7 @@ def _reason(function: object) -> str | None:
     return None
 
 
-def _marks(function: object) -> list[pytest.Mark]:
-    marks = getattr(function, "pytestmark", [])
-    return [mark for mark in marks if isinstance(mark, pytest.Mark)] if isinstance(marks, list) else []
+def _marks(of: object) -> list[pytest.Mark]:
+    marks = of.get("pytestmark", []) if isinstance(of, Mapping) else getattr(of, "pytestmark", [])
+    marks = [getattr(mark, "mark", mark) for mark in (marks if isinstance(marks, list) else [marks])]
+    return [mark for mark in marks if isinstance(mark, pytest.Mark)]

@@ -109,6 +109,8 @@ class _Check:
             self.outcome, self.reason, self.details = Outcome.FAILED, reason, details
 
     def passed(self) -> None:
+        if self.outcome is Outcome.FAILED:
+            return  # an earlier try: a flaky promise is a broken one
         if self.note.outcome is Outcome.FAILED:
             self.fail("the test noted a failure and did not fail")
             return
@@ -369,7 +371,9 @@ class Run:
             for pool in self._pools.values():
                 pool.close()
             self._pools.clear()
-            self.reports = tuple(self._report(label) for label in self._infos)
+            # A session that lists tests, as editors do, has nothing to report.
+            labels = () if session.config.option.collectonly else tuple(self._infos)
+            self.reports = tuple(self._report(label) for label in labels)
             if self._handover:
                 self._handover.reports.extend(self.reports)
         self._write()

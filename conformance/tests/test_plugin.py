@@ -363,3 +363,54 @@ def test_reports_can_be_parsed_by_anybody(folder: pytest.Pytester) -> None:
     assert parsed["target"]["name"] == "mini"
     assert {one["outcome"] for one in parsed["results"]} == {"held", "unsupported", "delivered", "refused"}
     assert str(folder.path) not in (folder.path / "out.json").read_text()
+
+
+def test_a_failure_stays_one_when_the_test_is_tried_again(folder: pytest.Pytester) -> None:
+    """As plugins that repeat flaky tests do it: the last try is what pytest counts."""
+    folder.makeconftest(
+        "import pytest\nfrom _pytest.runner import runtestprotocol\n"
+        "@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_runtest_protocol(item, nextitem):\n"
+        "    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)\n"
+        "    runtestprotocol(item, nextitem=nextitem, log=False)\n"
+        "    runtestprotocol(item, nextitem=nextitem)\n"
+        "    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)\n"
+        "    return True\n"
+    )
+    source = (
+        "class Flaky(MiniTarget):\n    tries = 0\n    @property\n    def name(self):\n"
+        "        type(self).tries += 1\n        assert self.tries != 1, 'the first time'\n        return 'mini'\n"
+        "    def info(self): return MiniTarget().info()\n"
+        "class TestMine(MiniConformance):\n    target = Flaky\n"
+    )
+    report, _ = run(folder, source, code=1)
+    assert outcomes(report) == {**WHOLE, "it-has-a-name": "failed"}
+    assert "the first time" in {one.reason for one in report.results}
+
+
+@pytest.mark.parametrize("where", ["module", "class"])
+def test_a_fixture_of_the_suite_that_is_replaced_is_seen(folder: pytest.Pytester, where: str) -> None:
+    fixture = "@pytest.fixture\ndef note(): return None\n"
+    body = "    @pytest.fixture\n    def note(self): return None\n" if where == "class" else ""
+    report, printed = run(folder, (fixture if where == "module" else "") + MINE + body, code=1)
+    assert outcomes(report)["no-test-is-overridden-or-removed"] == "failed"
+    assert "the suite's fixture `note` is replaced in" in printed
+
+
+def test_a_class_that_chooses_the_routes_is_seen(folder: pytest.Pytester) -> None:
+    source = (
+        "@pytest.mark.parametrize('route', ['p2p'])\nclass TestMine(MiniConformance):\n    target = BrokenTarget\n"
+        "    @pytest.fixture(autouse=True)\n    def every(self, route): pass\n"
+    )
+    report, printed = run(folder, source, code=1)
+    assert outcomes(report)["no-test-is-overridden-or-removed"] == "failed"
+    assert "parametrize on TestMine" in printed
+
+
+def test_a_session_that_only_collects_is_no_failure(folder: pytest.Pytester) -> None:
+    """Editors list tests so."""
+    folder.makepyfile(test_mine=f"from mini_suite import *\n{MINE}")
+    result = folder.runpytest_inprocess("--collect-only", "--moonrelay-json=out.json")
+    assert result.ret == 0
+    assert not (folder.path / "out.json").exists()
+    assert "INCOMPLETE" not in "\n".join(result.outlines)
