@@ -263,13 +263,7 @@ class Run:
             return True
         if check.id in exact:
             return True
-        patterns = [pattern for pattern in self._select if pattern not in exact]
-        names = (check.id, check.test)
-        return any(
-            fnmatch.fnmatchcase(name, pattern) or (not _is_glob(pattern) and pattern in name)
-            for pattern in patterns
-            for name in names
-        )
+        return any(matches(pattern, check.id, check.test) for pattern in self._select if pattern not in exact)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run tests that name ``route`` over each of the target's routes."""
@@ -440,6 +434,12 @@ def level_named(name: str) -> Level:
         raise ConfigError(message, field="level") from None
 
 
+def matches(pattern: str, id_: str, test: str) -> bool:
+    """Return whether a pattern of a selection means the check with this id and test."""
+    plain = not any(sign in pattern for sign in "*?[")
+    return any(fnmatch.fnmatchcase(name, pattern) or (plain and pattern in name) for name in (id_, test))
+
+
 def environment() -> dict[str, str]:
     """Return versions that may matter; imports nothing."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
@@ -488,10 +488,6 @@ def _test_name(item: pytest.Item) -> str:
 
 def _id(name: str) -> str:
     return name.removeprefix("test_").replace("_", "-")
-
-
-def _is_glob(pattern: str) -> bool:
-    return any(sign in pattern for sign in "*?[")
 
 
 def _is_corpus(value: object) -> bool:
@@ -557,4 +553,4 @@ def _lacks(target: Target, lacking: Sequence[Capability]) -> str:
     return f"needs {', '.join(words)}"
 
 
-__all__ = ["NOT_SELECTED", "Handover", "Progress", "Run", "environment", "level_named", "note_of"]
+__all__ = ["NOT_SELECTED", "Handover", "Progress", "Run", "environment", "level_named", "matches", "note_of"]

@@ -201,6 +201,16 @@ class TestCommand:
         assert report.levels == ("L1",)
         assert "queue:broken" in (tmp_path / "a.html").read_text()
 
+    def test_a_report_that_cannot_be_written_hides_no_result(self, mini: Any) -> None:
+        done = invoke("mr_mini:BrokenTarget", "--json", "/dev/full")
+        assert done.exit_code == 2
+        assert "queue:broken: FAILED" in done.output
+        assert "'/dev/full' cannot be written: No space left on device" in done.stderr
+
+    def test_the_guard_alone_can_be_asked_for(self, mini: Any) -> None:
+        assert invoke("mr_mini:MiniTarget", "--only", "no-test-is-overridden-or-removed").exit_code == 0
+        assert invoke("mr_mini:MiniTarget", "--only", "test_no_test*").exit_code == 0
+
     def test_only_asks_for_less_and_passes_with_it(self, mini: Any) -> None:
         done = invoke("mr_mini:BrokenTarget", "--only", "plain")
         assert done.exit_code == 0, done.output
@@ -219,6 +229,12 @@ class TestCommand:
             (["memory"], "ambiguous"),
             (["mr_mini:MiniTarget", "--level", "L4"], "none of L1, L2, L3"),
             (["mr_mini:MiniTarget", "--only", "no-such-check"], "matches no check"),
+            (["mr_mini:MiniTarget", "--only", "no-test-typed-wrong"], "matches no check"),
+            (["mr_mini:MiniTarget", "--only", "plain", "--only", "pla1n"], "only='pla1n' matches no check"),
+            (["mr_mini:MiniTarget", "--json", "/"], "'/' cannot be written: Is a directory"),
+            (["mr_mini:MiniTarget", "--html", "/dev/null/a/b.html"], "'/dev/null/a/b.html' cannot be written"),
+            (["--matrix", "a.json", "--json", "b.json"], "--json goes with a target"),
+            (["--matrix", "a.json", "--only", "plain"], "--only goes with a target"),
             (["mr_mini:MiniTarget", "--markdown", "x.md"], "--markdown goes with --matrix"),
             (["--matrix"], "needs the reports"),
             (["--matrix", "no-such.json"], "cannot be read"),
@@ -229,6 +245,7 @@ class TestCommand:
         assert done.exit_code == 2, done.output
         assert said in done.stderr
         assert done.stderr.strip().splitlines()[-1].startswith("error: ")
+        assert "/15 L" not in done.output or "matches no check" in said  # told before minutes are spent
 
     def test_a_missing_extra_is_one_line(self, mini: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "torch" else object())
