@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from moonrelay.errors import ConfigError, PluginError
+from moonrelay.errors import ConfigError, MoonrelayError, PluginError
 from moonrelay.plugins import ADAPTERS, QUEUES, RELAYS, TRANSFERS, EntryPoints, Registry
 from moonrelay_conformance.targets.adapter import OFFER
 from moonrelay_conformance.targets.base import Target
@@ -93,7 +93,13 @@ class Targets:
             if offer is None:
                 message = f"{kind} {name!r} offers no {OFFER}(); it cannot be tested before it does"
                 raise PluginError(message, plugin=name)
-            made = offer()
+            try:
+                made = offer()
+            except MoonrelayError:
+                raise
+            except (Exception, SystemExit) as exc:
+                message = f"{kind} {name!r} gives no target: {type(exc).__name__}: {exc}"
+                raise PluginError(message, plugin=name) from exc
         return _checked(made, f"{kind}:{name}", kind)
 
     def _offers(self, kind: str, name: str) -> bool:
@@ -127,7 +133,7 @@ def _of_path(name: str) -> Target:
         part: object = importlib.import_module(module)
         for step in attribute.split("."):
             part = getattr(part, step)
-    except Exception as exc:  # foreign code runs here; whatever it raises is why this one target cannot be had
+    except (Exception, SystemExit) as exc:  # foreign code runs here; what it raises is why this target cannot be had
         kinds = ", ".join(GROUPS)
         message = (
             f"name={name!r} cannot be imported: {type(exc).__name__}: {exc}; it must be module:Class on PYTHONPATH, "
@@ -138,7 +144,11 @@ def _of_path(name: str) -> Target:
         if inspect.isabstract(part):
             message = f"name={name!r} is abstract; it lacks {', '.join(sorted(part.__abstractmethods__))}"
             raise ConfigError(message, field="name")
-        part = part()
+        try:
+            part = part()
+        except (Exception, SystemExit) as exc:  # foreign code, too
+            message = f"name={name!r} cannot be made: {type(exc).__name__}: {exc}"
+            raise ConfigError(message, field="name") from exc
     return _checked(part, name, None)
 
 
@@ -146,6 +156,11 @@ def _checked(made: object, name: str, kind: str | None) -> Target:
     if not isinstance(made, Target):
         message = f"name={name!r} gives {made!r}, which is no Target"
         raise PluginError(message, plugin=name)
+    try:
+        made.info()
+    except Exception as exc:  # foreign code, too: it is asked before anything is started
+        message = f"name={name!r} cannot say what it is: {type(exc).__name__}: {exc}"
+        raise PluginError(message, plugin=name) from exc
     if kind is not None and made.kind != kind:
         message = f"name={name!r} gives a target of the kind {made.kind!r}"
         raise PluginError(message, plugin=name)

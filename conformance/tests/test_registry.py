@@ -138,6 +138,53 @@ def test_an_adapter_without_a_fit_target_is_refused(targets: Targets, name: str,
         targets.resolve(name)
 
 
+FOREIGN = """
+from mr_third_party import MiniTarget
+class Unmade(MiniTarget):
+    def __init__(self): raise OSError("no host")
+class Mute(MiniTarget):
+    def capabilities(self): raise RuntimeError("not today")
+class Leaving(MiniTarget):
+    def __init__(self): raise SystemExit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mr_foreign:Unmade", "OSError: no host"),
+        ("mr_foreign:Mute", "RuntimeError: not today"),
+        ("mr_foreign:Leaving", "SystemExit: 0"),
+        ("mr_leaves:Target", "SystemExit: 0"),
+    ],
+)
+def test_what_foreign_code_raises_is_one_line(
+    targets: Targets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    """A module that ends the process when it is imported would otherwise end the command, with 0."""
+    (tmp_path / "mr_foreign.py").write_text(FOREIGN)
+    (tmp_path / "mr_leaves.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mr_foreign", raising=False)
+    with pytest.raises((ConfigError, PluginError), match=said):
+        targets.resolve(name)
+
+
+def test_an_adapter_that_ends_the_process_when_imported_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mr_leaves.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def entry_points(group: str) -> list[EntryPoint]:
+        point = EntryPoint(name="leaving", value="mr_leaves:Adapter", group=group)
+        object.__setattr__(point, "dist", _Distribution())
+        return [point]
+
+    with pytest.raises(PluginError, match="cannot be loaded: SystemExit: 0"):
+        Targets(entry_points).resolve("adapter:leaving")
+
+
 def test_a_part_may_offer_a_target_of_its_own(targets: Targets) -> None:
     assert targets.resolve("engine:own").name == "mini"
 

@@ -252,7 +252,7 @@ class Registry:
             part: object = importlib.import_module(module_name.strip())
             for step in attribute.split("[")[0].strip().split(".") if attribute else ():
                 part = getattr(part, step)
-        except Exception as exc:  # foreign code runs here; whatever it raises becomes the failure of this one name
+        except (Exception, SystemExit) as exc:  # foreign code runs here; what it raises is this one name's failure
             reason = f"{type(exc).__name__}: {exc}".splitlines()[0]
             message = (
                 f"{self._label()} {name!r} ({target} of {distribution}) cannot be loaded: {reason}; "
