@@ -42,6 +42,7 @@ class VllmOmniSide(AdapterSide):
     def __init__(self, settings: SideSettings) -> None:
         super().__init__(settings)
         self._numbers = itertools.count()
+        self._usual = (1, settings.lease_ttl_s)
         self._connectors: dict[tuple[int, float], Any] = {}
 
     def start(self) -> None:
@@ -80,10 +81,14 @@ class VllmOmniSide(AdapterSide):
         return data.tensor if isinstance(data, RawBuffer) else data
 
     def release(self, ticket: Ticket, *, timeout_s: float) -> None:
-        key, _ = _parts(ticket)
-        self._connector().cleanup(key, from_stage=FROM_STAGE, to_stage=TO_STAGE)
+        key, metadata = _parts(ticket)
+        self._connector().cleanup(key, from_stage=FROM_STAGE, to_stage=TO_STAGE, metadata=metadata)
 
     def in_use(self) -> Mapping[str, int]:
+        """Return what is held; a connector that was made for other leases goes when it holds nothing more."""
+        for lease, connector in list(self._connectors.items()):
+            if lease != self._usual and not connector.health()["payloads"]:
+                self._connectors.pop(lease).close()
         held = [connector.health() for connector in self._connectors.values()]
         names = ("payloads", "slots", "claims", "waiting")
         return {name: sum(health[name] for health in held) for name in names}

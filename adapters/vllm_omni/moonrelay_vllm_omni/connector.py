@@ -178,13 +178,21 @@ class StageConnector:
             raise ConnectorClosed("the connector was closed meanwhile", key=edge.key)
         return True, _size(handle), _told(handle)
 
-    def cleanup(self, request_id: object, from_stage: object = None, to_stage: object = None, **_: object) -> None:
+    def cleanup(
+        self,
+        request_id: object,
+        from_stage: object = None,
+        to_stage: object = None,
+        metadata: object = None,
+        **_: object,
+    ) -> None:
         """Drop what stands under a key and nobody needs. Idempotent.
 
         Args:
             request_id: The very key that was put (not a prefix of it).
             from_stage: With ``to_stage``: on this edge only, also where another process put it.
             to_stage: See ``from_stage``.
+            metadata: What `put` returned, where the caller has it; then the directory is not asked.
 
         Blocks: for a message to the payload's owner, two seconds at most.
         """
@@ -199,7 +207,8 @@ class StageConnector:
             mine = [(edge, put.handle) for edge, put in self._puts.items() if edge.key == key and one in (None, edge)]
         try:
             if not mine and one is not None:
-                found = self._directory.find(one, Deadline(RELEASE_TIMEOUT_S, self._clock))
+                told = _handle_in(metadata, key)
+                found = told or self._directory.find(one, Deadline(RELEASE_TIMEOUT_S, self._clock))
                 mine = [] if found is None else [(one, found)]
             for edge, handle in mine:
                 self._connector.release(handle, timeout_s=RELEASE_TIMEOUT_S)

@@ -50,6 +50,8 @@ LOOK_MIN_S: Final = 0.001
 LOOK_MAX_S: Final = 0.05
 #: Pause after a look or a fetch that failed, in seconds.
 RETRY_S: Final = 0.25
+#: How often a fetch that had no luck is begun again before its reader is told.
+RETRIES: Final = 2
 #: A key that nobody asked for again is not looked for any more after this long, in seconds.
 FORGET_S: Final = 10.0
 #: How long a payload that was fetched for a reader that never came back is kept, in seconds, at most.
@@ -86,6 +88,7 @@ class _Wanted:
     data: object = None
     failure: MoonrelayError | None = None
     waiting: int = 0
+    retries: int = 0
     given_up: bool = False
     acking: bool = False
 
@@ -160,7 +163,9 @@ class Receiver:
             try:
                 return self._collect(wanted)
             except NOT_YET as exc:
-                self._again(edge, told, exc)
+                if wanted.retries >= RETRIES:
+                    raise
+                self._again(wanted, exc)
                 return None
 
     def wait(self, edge: Edge, told: StageHandle | None, deadline: Deadline) -> Received | None:
@@ -186,10 +191,11 @@ class Receiver:
                 try:
                     found = self._collect(wanted)
                 except MoonrelayError as exc:
-                    if not isinstance(exc, NOT_YET) or (deadline.remaining() or 0.0) <= margin_s:
+                    late = (deadline.remaining() or 0.0) <= margin_s
+                    if late or not isinstance(exc, NOT_YET) or wanted.retries >= RETRIES:
                         raise
                     last = exc
-                    self._again(edge, told, exc)
+                    self._again(wanted, exc)
                     continue
                 if found is not None or wanted.given_up:
                     return found
@@ -272,13 +278,20 @@ class Receiver:
         data, wanted.data = wanted.data, None
         return None if wanted.handle is None else Received(data, wanted.handle)
 
-    def _again(self, edge: Edge, told: StageHandle | None, error: MoonrelayError) -> None:
-        """Try once more after a pause what may have luck then."""
-        logger.warning("fetching %s failed, it is tried again: %s", edge, error)
+    def _again(self, failed: _Wanted, error: MoonrelayError) -> None:
+        """Try once more, after a pause, what may have luck then."""
+        logger.warning("fetching %s failed, it is tried again: %s", failed.edge, error)
         self._on_trouble(error)
         now = self._clock.monotonic()
-        until = Deadline(self._fetch_timeout_s, self._clock)
-        self._wanted[edge] = _Wanted(edge=edge, since_s=now, asked_s=now, look_s=now + RETRY_S, until=until, told=told)
+        self._wanted[failed.edge] = _Wanted(
+            edge=failed.edge,
+            since_s=now,
+            asked_s=now,
+            look_s=now + RETRY_S,
+            until=Deadline(self._fetch_timeout_s, self._clock),
+            told=failed.told,
+            retries=failed.retries + 1,
+        )
         self._changed.notify_all()
 
     def _prune(self) -> None:

@@ -20,6 +20,7 @@ from moonrelay.errors import (
     IntegrityError,
     MoonrelayError,
     PluginError,
+    TransferFailed,
     UnsupportedTensor,
     WireError,
 )
@@ -411,6 +412,27 @@ def test_cleanup_drops_a_payload(make: Make, place: Path, form: str) -> None:
     one.cleanup("k")
     one.cleanup("never put")
     until(nothing_is_left(place, one, other), "the payloads left something behind")
+
+
+def test_a_transfer_that_keeps_failing_is_told_and_loses_nothing(make: Make, extra: dict[str, Any]) -> None:
+    one, third = make(), make()
+    options = {**extra["engine_options"], "inner": "shm", "faults": ["fail"] * 64}
+    other = make(engine="faulty", engine_options=options)
+    one.put(*EDGE, "k", tree(1))
+    with pytest.raises(TransferFailed):
+        other.get_with_deadline(*EDGE, "k", deadline=time.monotonic() + 30.0)
+    with pytest.raises(TransferFailed):  # a caller that polls is told too, once
+        until(lambda: other.get(*EDGE, "k") is not None, "nothing was said")
+    other.abandon_get("k")
+    assert digest(got(third, "k")) == digest(tree(1))
+
+
+def test_one_failed_transfer_is_tried_again(make: Make, extra: dict[str, Any]) -> None:
+    one = make()
+    options = {**extra["engine_options"], "inner": "shm", "faults": ["fail", "fail"]}
+    other = make(engine="faulty", engine_options=options)
+    one.put(*EDGE, "k", tree(1))
+    assert digest(got(other, "k")) == digest(tree(1))
 
 
 def test_cleanup_of_another_edge_leaves_this_one(make: Make) -> None:
