@@ -42,7 +42,9 @@ def mini(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 def invoke(*argv: str) -> Invoked:
-    return CliRunner().invoke(make_app(["conformance"]), ["conformance", *argv], env={"COLUMNS": "200"})
+    # The small suite stands in for the queue's in this process alone.
+    here = ("--jobs", "1") if any(word.startswith("mr_mini:") for word in argv) else ()
+    return CliRunner().invoke(make_app(["conformance"]), ["conformance", *argv, *here], env={"COLUMNS": "200"})
 
 
 class Watcher:

@@ -229,6 +229,23 @@ class TestCommand:
         assert "INCOMPLETE" in done.stdout
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(("target", "ends"), [("KilledTarget", 1), ("CalmTarget", 0)])
+def test_a_check_that_takes_its_process_along_costs_the_command_one_check(folder: Path, target: str, ends: int) -> None:
+    """Native code of an engine can; also where nobody asked for jobs."""
+    done = subprocess.run(
+        [sys.executable, "-m", "moonrelay.cli.main", "conformance", f"job_samples:{target}", "--json", "out.json"],
+        env={**os.environ, "PYTHONPATH": HERE},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == ends, done.stderr.decode()
+    report = Report.from_json((folder / "out.json").read_bytes())
+    lost = [one.id for one in report.results if one.outcome is Outcome.NOT_RUN]
+    assert lost == (["numbers[3]"] if ends else [])
+
+
 def test_no_job_is_2() -> None:
     done = CliRunner().invoke(make_app(["conformance"]), ["conformance", "queue:memory", "--jobs", "0"])
     assert done.exit_code == 2

@@ -71,7 +71,7 @@ def conformance(
         typer.Option(
             metavar="N",
             min=1,
-            help="Processes to run checks in at once; 1 is this one. Default: up to 3 for an adapter, else 1.",
+            help="Processes to run checks in at once; 1 is this one. Default: up to 3 for an adapter, else one more.",
             show_default=False,
         ),
     ] = None,
@@ -126,7 +126,8 @@ def _run(
     several = default_jobs(target.kind, narrowed=bool(only)) if jobs is None else jobs
     with _display(console, verbose=verbose) as display:
         try:
-            if several == 1:
+            # Unless asked for, not in this process: native code that crashes or hangs costs one check, not the run.
+            if several == 1 and (jobs == 1 or only):
                 report = run(target, levels=levels, select=only, progress=display)
             else:
                 report = run_jobs(name, jobs=several, levels=levels, select=only, progress=display)
