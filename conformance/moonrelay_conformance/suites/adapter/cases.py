@@ -85,9 +85,11 @@ def carry(stage: Stage, route: str, case: Case) -> Delivery | Refusal:
     """
     sides = stage.cast(route, {**PATIENT, **case.side.given()})
     sent: Sent | None = None
+    sides.producer.process  # noqa: B018 - starts it: a heavy host's imports are not the call's time
     began = time.monotonic()
     try:
         sent = _publish(sides.producer, case)
+        sides.consumer.process  # noqa: B018 - likewise
         began = time.monotonic()
         return _take(sides.consumer, sent, case, stage)
     except SideFailed as exc:
