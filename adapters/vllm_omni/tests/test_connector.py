@@ -550,6 +550,18 @@ def test_two_processes(peer: Peer, place: Path, mode: str) -> None:
     until(lambda: not store_keys(place), "the payloads left something in the store")
 
 
+@pytest.mark.mooncake
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["p2p", "auto"])
+def test_two_processes_by_mooncakes_engine(peer: Peer, place: Path, mode: str) -> None:
+    settings: dict[str, Any] = {"engine": "mooncake", "engine_options": {}, "transfer_mode": mode}
+    one, other = peer(**settings), peer(**settings)
+    for number in range(3):
+        want = one.do("put", key=f"r{number}_0_0", seed=number, count=1 << 20)
+        assert other.do("get", key=f"r{number}_0_0", timeout_s=30.0) == want
+    until(lambda: not store_keys(place), "the payloads left something in the store")
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("mode", ["p2p", "auto"])
 def test_a_producer_that_is_killed_is_a_typed_failure_within_a_bound(

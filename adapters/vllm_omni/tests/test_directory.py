@@ -154,3 +154,26 @@ def test_nothing_is_done_after_close(directory: KeyDirectory) -> None:
     directory.close()
     with pytest.raises(ClosedError):
         directory.find(EDGE, soon())
+
+
+@pytest.mark.mooncake
+def test_the_directory_over_a_mooncake_store(tmp_path: Path) -> None:
+    from moonrelay.relay.cluster import MooncakeCluster
+
+    with MooncakeCluster(tmp_path / "mooncake") as cluster:
+        config = StoreConfig(url=cluster.url, namespace="ns")
+        one, other = KeyDirectory(config, SystemClock(), grace_s=0.0), KeyDirectory(config, SystemClock())
+        try:
+            assert other.find(EDGE, soon()) is None
+            one.write(EDGE, handle(1), soon())
+            assert other.find(EDGE, soon()) == handle(1)
+            other.write(EDGE, handle(2, tensors=300), soon())
+            assert one.find(EDGE, soon()) == handle(2, tensors=300)
+            one.drop(EDGE, handle(1).id, soon())
+            assert one.find(EDGE, soon()) == handle(2, tensors=300)
+            assert one.sweep(soon()) == 0, "its time is not over"
+            one.drop(EDGE, handle(2).id, soon())
+            assert other.find(EDGE, soon()) is None
+        finally:
+            one.close()
+            other.close()
