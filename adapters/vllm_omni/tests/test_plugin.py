@@ -1,0 +1,83 @@
+"""Registration and the adapter's word on its host, where the host is not installed or has another version."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from moonrelay.errors import ConfigError, WireError
+from moonrelay.plugins import ADAPTERS, Registry
+from moonrelay_conformance.capability import Capability
+from moonrelay_conformance.targets.adapter import Outgoing, SideSettings
+from moonrelay_vllm_omni import plugin
+from moonrelay_vllm_omni.conformance import VllmOmniSide, VllmOmniTarget
+
+WITHOUT_A_HOST = """
+import importlib.abc, sys
+class NoHost(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("vllm_omni", "vllm"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+from moonrelay_vllm_omni import plugin
+plugin.find_spec = lambda name: None
+sys.meta_path.insert(0, NoHost())
+plugin.register()
+plugin.register()
+print(sorted({"vllm_omni", "vllm", "torch", "mooncake"} & sys.modules.keys()), plugin.VllmOmniAdapter().available())
+"""
+
+
+@pytest.mark.parametrize("found", ["0.30.0", "0.30.7", "0.30.0rc1", "0.30.1.dev3+g12ab"])
+def test_supported_versions(found: str) -> None:
+    assert plugin.version_refusal(found) is None
+
+
+@pytest.mark.parametrize("found", ["0.29.9", "0.31.0", "1.30.0", "0.3.0", "", None, "main"])
+def test_other_versions_are_refused_with_the_range(found: str | None) -> None:
+    refusal = plugin.version_refusal(found)
+    assert refusal is not None
+    assert plugin.SUPPORTED in refusal
+    assert "\n" not in refusal
+
+
+def test_without_the_host_registering_does_nothing_and_imports_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_HOST], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith("[] (False, ")
+    assert "vllm-omni not installed; pip install" in done.stdout
+
+
+def test_the_adapter_is_found_by_its_name() -> None:
+    assert Registry(ADAPTERS).load("vllm-omni") is plugin.VllmOmniAdapter
+
+
+def test_an_unsupported_host_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "find_spec", lambda _name: object())
+    monkeypatch.setattr(plugin, "host_version", lambda: "0.29.0")
+    usable, why = plugin.VllmOmniAdapter().available()
+    assert not usable
+    assert plugin.SUPPORTED in why
+
+
+def test_the_target_declares_what_the_hosts_contract_has_no_word_for() -> None:
+    target = VllmOmniTarget()
+    assert not any(target.supports(one) for one in VllmOmniTarget.WITHOUT)
+    assert target.supports(Capability.SHARED_READERS, Capability.TTL, Capability.RELEASE, Capability.STORE)
+    assert target.routes() == ("p2p", "store")
+
+
+def test_the_side_refuses_what_the_host_cannot_be_asked_for() -> None:
+    side = VllmOmniSide(SideSettings(role="producer", route="p2p"))
+    for outgoing in (
+        Outgoing(request_id="r", tree={}, metadata={"a": 1}),
+        Outgoing(request_id="r", tree={}, num_chunks=2),
+        Outgoing(request_id="r", tree={}, lease="pinned"),
+    ):
+        with pytest.raises(ConfigError):
+            side.publish(outgoing)
+    with pytest.raises(WireError):
+        side.receive({"key": 7}, timeout_s=0.1)
+    side.close()
