@@ -85,6 +85,8 @@ class OmniSettings:
         spill_after_s: In ``auto``, how long an unclaimed payload stays in the producer's memory, in seconds.
         drain_timeout_s: How long `close` may take to bring unclaimed payloads to the store, in seconds.
         readers: How many consumers each take every payload once; 0 is any number until ``lease_ttl_s``.
+        snapshot: Copy every payload before ``put`` returns, for stages that write into their tensors afterwards (static
+            buffers of a captured graph); without it they must leave them alone until they are taken.
         integrity: ``auto``, ``full`` or ``off``.
         auth_key: Shared secret of the deployment.
         fetch_timeout_s: How long one fetch that ``get`` started may take, in seconds.
@@ -100,6 +102,7 @@ class OmniSettings:
     spill_after_s: float = 5.0
     drain_timeout_s: float = 10.0
     readers: int = 1
+    snapshot: bool = False
     integrity: str = "auto"
     auth_key: str | None = None
     fetch_timeout_s: float = 30.0
@@ -126,6 +129,7 @@ _OWN: Final = (
     "spill_after_s",
     "drain_timeout_s",
     "readers",
+    "snapshot",
     "integrity",
     "auth_key",
     "fetch_timeout_s",
@@ -184,6 +188,11 @@ def _section(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
 
 def _checked(name: str, value: object) -> Any:
     """Return a value of our own fields, of the right type."""
+    if name == "snapshot":
+        if isinstance(value, bool):
+            return value
+        message = f"snapshot={value!r} must be true or false"
+        raise ConfigError(message, field=name)
     text = name in ("transfer_mode", "integrity", "auth_key")
     whole = name in ("readers", "fetchers")
     wanted: tuple[type, ...] = (str,) if text else (int,) if whole else (int, float)

@@ -137,8 +137,8 @@ class StageConnector:
     ) -> tuple[bool, int, dict[str, Any]]:
         """Offer ``data`` under a key. Returns at once: tensors are referenced and staged by other threads.
 
-        The tensors must stay unmodified until they are taken. Of two payloads under one key the last one counts, but
-        the very same one again changes nothing.
+        The tensors must stay unmodified until they are taken, unless ``snapshot`` is set. Of two payloads under one key
+        the last one counts, but the very same one again changes nothing.
 
         Args:
             from_stage: The stage that sends.
@@ -159,10 +159,10 @@ class StageConnector:
         self._check_open(edge.key)
         try:
             payload = mapping.to_payload(edge, data, readers=self.settings.readers, ttl_s=self.settings.lease_ttl_s)
-            same = self._same(edge, payload)
+            same = None if self.settings.snapshot else self._same(edge, payload)
             if same is not None:
                 return True, _size(same), _told(same)
-            handle = self._connector.publish(payload)
+            handle = self._connector.publish(payload, copy=self.settings.snapshot)
         except ClosedError as exc:
             raise ConnectorClosed(exc.message, key=edge.key) from exc
         except MoonrelayError as exc:

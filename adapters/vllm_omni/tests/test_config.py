@@ -87,6 +87,7 @@ def test_another_connectors_key_is_refused(key: str) -> None:
         ({"protocol": "ib"}, "protocol"),
         ({"pool_bytes": 0}, "pool_bytes"),
         ({"fetchers": 0}, "fetchers"),
+        ({"snapshot": 1}, "snapshot"),
         ({"spill_after_s": -1.0}, "spill_after_s"),
         ({"pool-bytes": 1, "pool_bytes": 2}, "pool_bytes"),
     ],

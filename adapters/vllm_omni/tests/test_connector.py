@@ -263,6 +263,21 @@ def test_another_producers_payload_under_a_key_counts_too(make: Make) -> None:
     assert digest(got(third, "k")) == digest(tree(2))
 
 
+@pytest.mark.parametrize("count", [16, 8 << 20])
+def test_with_a_snapshot_the_tensors_may_be_written_to_at_once(make: Make, count: int) -> None:
+    one, other = make(snapshot=True), make()
+    buffer = torch.ones(count, dtype=torch.uint8)
+    one.put(*EDGE, "k1", {"x": buffer})
+    buffer.fill_(2)
+    one.put(*EDGE, "k2", {"x": buffer})
+    buffer.fill_(3)
+    one.put(*EDGE, "k2", {"x": buffer})
+    buffer.fill_(4)
+    assert [int(got(other, key)["x"].amin()) for key in ("k1",)] == [1]
+    one._jobs.flush(_soon())
+    assert int(got(other, "k2")["x"].amin()) == 3, "the last one counts, also from the same memory"
+
+
 def test_put_returns_before_a_large_payload_is_staged(make: Make) -> None:
     one, other = make(pool_bytes=256 << 20), make(pool_bytes=256 << 20)
     one.put(*EDGE, "warm", tree(1))
