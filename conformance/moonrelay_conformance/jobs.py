@@ -13,6 +13,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -80,7 +81,12 @@ def run_jobs(
     Threads: the main thread's alone; the jobs are killed by the system when it ends.
     """
     task = Task(name=name, levels=tuple(levels), select=tuple(select), timeout_s=timeout_s)
-    division = _Division(task, progress)
+    # What a job leaves that is killed lies here; its sides may not be quite gone when it is removed.
+    with tempfile.TemporaryDirectory(prefix="moonrelay-conformance-", ignore_cleanup_errors=True) as scratch:
+        return _run_division(_Division(task, progress, scratch), jobs)
+
+
+def _run_division(division: _Division, jobs: int) -> Report:
     broken: str | None = None
     interrupted = False
     with terminable() as ended:
@@ -97,14 +103,14 @@ def run_jobs(
         raise RunInterrupted(division.report(), ended[0] if ended else signal.SIGINT)
     report = division.report()
     if broken is not None or report is None:
-        raise RunBroken(broken or division.why_nothing(), target=name)
+        raise RunBroken(broken or division.why_nothing(), target=division.task.name)
     return report
 
 
 class _Job:
     """One process, and what it was handed. Threads: one."""
 
-    def __init__(self, number: int, task: Task, silence_s: float) -> None:
+    def __init__(self, number: int, task: Task, silence_s: float, scratch: str) -> None:
         self.number = number
         path = os.pathsep.join(str(Path(entry or ".").absolute()) for entry in sys.path)
         self.process = subprocess.Popen(
@@ -119,7 +125,7 @@ class _Job:
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=child_environment({"PYTHONPATH": path}, stands_for_us=True),
+            env=child_environment({"PYTHONPATH": path, "TMPDIR": scratch}, stands_for_us=True),
             # A group of its own: the terminal's interrupt reaches the parent alone, which then ends the jobs.
             process_group=0,
         )
@@ -179,8 +185,9 @@ class _Job:
 class _Division:
     """The jobs of one run, the tests that nobody has yet, and what is known of each check. Threads: one."""
 
-    def __init__(self, task: Task, progress: Progress | None) -> None:
-        self._task = task
+    def __init__(self, task: Task, progress: Progress | None, scratch: str) -> None:
+        self.task = task
+        self._scratch = scratch
         self._progress = progress
         self._clock = SystemClock()
         self._started_s = self._clock.monotonic()
@@ -202,7 +209,7 @@ class _Division:
             self._start_one()
 
     def _start_one(self) -> None:
-        job = _Job(len(self._jobs) + 1, self._task, self._task.timeout_s + SILENCE_S)
+        job = _Job(len(self._jobs) + 1, self.task, self.task.timeout_s + SILENCE_S, self._scratch)
         self._jobs.append(job)
         self._selector.register(job.process.stdout, selectors.EVENT_READ, job)  # type: ignore[arg-type]
 
@@ -252,7 +259,7 @@ class _Division:
         results = tuple(self._checks.values())
         return Report(
             target=self._target,
-            levels=self._task.levels,
+            levels=self.task.levels,
             results=results,
             environment=environment(),
             complete=all(result.outcome is not Outcome.NOT_RUN for result in results),

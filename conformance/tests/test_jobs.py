@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -244,6 +245,17 @@ def test_a_check_that_takes_its_process_along_costs_the_command_one_check(folder
     report = Report.from_json((folder / "out.json").read_bytes())
     lost = [one.id for one in report.results if one.outcome is Outcome.NOT_RUN]
     assert lost == (["numbers[3]"] if ends else [])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("target", ["CalmTarget", "KilledTarget"])
+def test_a_job_that_is_killed_leaves_no_folder(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    run_jobs(f"job_samples:{target}", jobs=1)
+    assert list(scratch.iterdir()) == []
 
 
 def test_no_job_is_2() -> None:
