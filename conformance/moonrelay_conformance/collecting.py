@@ -51,7 +51,12 @@ class GuardItem(pytest.Item):
     def runtest(self) -> None:
         node = suite_node(self)
         assert node is not None
-        found = [*guard.complaints(self.suite, node.names), *node.replaced]
+        functions = [one for one in self.session.items if isinstance(one, pytest.Function) and suite_node(one) is node]
+        found = [
+            *guard.complaints(self.suite, node.names),
+            *node.replaced,
+            *guard.replaced_functions(self.suite, functions),
+        ]
         if found:
             pytest.fail("; ".join(found), pytrace=False)
 

@@ -77,6 +77,17 @@ def replaced_fixtures(cls: type[Suite], functions: Iterable[pytest.Function]) ->
     return tuple(found)
 
 
+def replaced_functions(cls: type[Suite], functions: Iterable[pytest.Function]) -> list[str]:
+    """Return which tests would run another function than the class has by their name; a conftest can do that."""
+    changed: dict[str, None] = {}
+    for function in functions:
+        name = function.originalname
+        own = next((vars(one)[name] for one in cls.__mro__ if name in vars(one)), None)
+        if inherited_promise(cls, name) is not None and getattr(function.obj, "__func__", None) is not own:
+            changed[name] = None
+    return [f"another function stands in the place of {name}" for name in changed]
+
+
 def tests_of(cls: type[Suite]) -> tuple[str, ...]:
     """Return the names of all tests that a class inherits from its suite, whether it overrides them or not."""
     names: dict[str, None] = {}

@@ -397,6 +397,15 @@ def test_a_fixture_of_the_suite_that_is_replaced_is_seen(folder: pytest.Pytester
     assert "the suite's fixture `note` is replaced in" in printed
 
 
+def test_another_function_in_a_tests_place_is_seen(folder: pytest.Pytester) -> None:
+    folder.makeconftest(
+        "def pytest_itemcollected(item):\n    if 'it_holds' in item.name: item.obj = lambda target, route: None\n"
+    )
+    report, printed = run(folder, "class TestMine(MiniConformance):\n    target = BrokenTarget\n", code=1)
+    assert outcomes(report)["no-test-is-overridden-or-removed"] == "failed"
+    assert "another function stands in the place of test_it_holds" in printed
+
+
 def test_a_class_that_chooses_the_routes_is_seen(folder: pytest.Pytester) -> None:
     source = (
         "@pytest.mark.parametrize('route', ['p2p'])\nclass TestMine(MiniConformance):\n    target = BrokenTarget\n"
