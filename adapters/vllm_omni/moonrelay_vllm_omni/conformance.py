@@ -160,6 +160,13 @@ class VllmOmniSide(AdapterSide):
         return store
 
 
+class ByKeySide(VllmOmniSide):
+    """The same, whose consumers know a payload's key and nothing else, as those of diffusion stages do."""
+
+    def publish(self, outgoing: Outgoing) -> Ticket:
+        return {**super().publish(outgoing), "metadata": None}
+
+
 class VllmOmniTarget(ConnectorTarget):
     """vLLM-Omni's stages, by the connector that its factory makes.
 
@@ -201,6 +208,16 @@ class MooncakeVllmOmniTarget(VllmOmniTarget):
 
     def __init__(self) -> None:
         super().__init__(engine="mooncake", relay="mooncake")
+
+
+class ByKeyVllmOmniTarget(VllmOmniTarget):
+    """The same by keys alone: ``moonrelay_vllm_omni.conformance:ByKeyVllmOmniTarget``.
+
+    For what is delivered, level L1: of a key that stands for nothing nobody can say any more why.
+    """
+
+    name = "vllm-omni-by-key"
+    side = "moonrelay_vllm_omni.conformance:ByKeySide"
 
 
 class VllmOmniGround(ConnectorGround):
