@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from moonrelay.clock import Deadline, SystemClock
 from moonrelay.config import StoreConfig
+from moonrelay.connector import DiffusionConnector
 from moonrelay.errors import ConfigError, DeadlineExceeded, MoonrelayError, WireError
 from moonrelay_conformance.capability import Capability, Support
 from moonrelay_conformance.sides.connector_side import MODES, RECORDS_BYTES
@@ -23,6 +25,7 @@ from moonrelay_conformance.targets.connector import ConnectorGround, ConnectorTa
 from moonrelay_vllm_omni import plugin
 from moonrelay_vllm_omni.directory import KeyDirectory
 from moonrelay_vllm_omni.mapping import RawBuffer
+from moonrelay_vllm_omni.receiving import is_lost
 
 #: The edge on which all payloads of a run go.
 FROM_STAGE: Final = "0"
@@ -233,7 +236,9 @@ class VllmOmniGround(ConnectorGround):
             config = StoreConfig(url=self.store_url, namespace=self._namespace)
             self._keys = KeyDirectory(config, self._clock, default_ttl_s=_GRACE_S, grace_s=_GRACE_S)
         if self._keys is not None:
-            self._keys.sweep(Deadline(_SWEEP_TIMEOUT_S, self._clock))
+            deadline = Deadline(_SWEEP_TIMEOUT_S, self._clock)
+            with DiffusionConnector(role="sweep", store_config=self.store_url) as asking:
+                self._keys.sweep(deadline, lost=partial(is_lost, asking), ask_after_s=0.0)
 
     def close(self) -> None:
         if self._keys is not None:

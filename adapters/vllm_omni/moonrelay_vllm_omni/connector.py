@@ -36,7 +36,7 @@ from moonrelay_vllm_omni import mapping
 from moonrelay_vllm_omni.background import OrderedJobs
 from moonrelay_vllm_omni.config import OmniSettings, parse
 from moonrelay_vllm_omni.directory import Edge, KeyDirectory
-from moonrelay_vllm_omni.receiving import NOT_YET, Received, Receiver
+from moonrelay_vllm_omni.receiving import NOT_YET, Received, Receiver, is_lost
 
 if TYPE_CHECKING:
     import torch
@@ -387,7 +387,12 @@ class StageConnector:
         logger.error("MoonrelayConnector cannot move payloads yet: %s", error)
 
     def _sweep(self) -> None:
-        self._directory.sweep(Deadline(SWEEP_TIMEOUT_S, self._clock))
+        self._directory.sweep(Deadline(SWEEP_TIMEOUT_S, self._clock), lost=self._is_lost)
+
+    def _is_lost(self, handle: StageHandle) -> bool:
+        with self._lock:
+            mine = handle.id in self._edges
+        return not mine and not self._closed and is_lost(self._connector, handle)
 
     def _enter(self, edge: Edge, handle: StageHandle, before: _Put | None) -> None:
         """Write a payload's record, then end the payload that it replaces (an ordered job)."""

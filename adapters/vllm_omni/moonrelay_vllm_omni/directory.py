@@ -17,6 +17,7 @@ import ctypes
 import hashlib
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -39,6 +40,8 @@ INLINE_BYTES: Final = MAX_VALUE_BYTES - 256
 _TURNS: Final = 8
 #: How long after its payload's life a record may stay, in seconds.
 GRACE_S: Final = 30.0
+#: How long a record stands before its payload's owner is asked after, in seconds.
+ASK_AFTER_S: Final = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,21 +178,7 @@ class KeyDirectory:
             WireError, VersionError: What stands there is no handle of ours.
         """
         self.start()
-        raw = self._relay.get_bytes(self._record_key(edge.digest), deadline)
-        if raw is None:
-            return None
-        record = decode_record(raw)
-        if record.handle is not None:
-            return StageHandle.from_bytes(record.handle)
-        if not 0 < record.nbytes <= MAX_HANDLE_BYTES:
-            message = f"the directory's record names a handle of {record.nbytes} bytes"
-            raise WireError(message, key=edge.key)
-        memory = (ctypes.c_char * record.nbytes)()
-        kept = [memory]  # as in `_put_handle`: it may be written to until then
-        key = self._handle_key(record.generation)
-        if not self._relay.get(key, [_extent(memory)], deadline, on_quiet=kept.clear):
-            return None  # taken away between the two looks
-        return StageHandle.from_bytes(memory.raw)
+        return self._read(self._record_key(edge.digest), deadline)
 
     def drop(self, edge: Edge, generation: str, deadline: Deadline) -> None:
         """Take the record of one payload away; another payload's stays. Idempotent."""
@@ -200,8 +189,17 @@ class KeyDirectory:
         if record is not None and record.generation == generation:
             self._remove(key, record, deadline)
 
-    def sweep(self, deadline: Deadline) -> int:
-        """Remove the records of payloads whose time is over, and handles without a record. Blocks: until done.
+    def sweep(
+        self, deadline: Deadline, *, lost: Callable[[StageHandle], bool] | None = None, ask_after_s: float = ASK_AFTER_S
+    ) -> int:
+        """Remove the records of payloads whose time is over or that are lost, and handles without a record.
+
+        Args:
+            deadline: Bound of the sweep.
+            lost: Says whether a payload can never be had any more, because its owner's process is gone.
+            ask_after_s: Only of records that have stood for so long, in seconds.
+
+        Blocks: until done.
 
         Returns:
             How many keys were removed.
@@ -213,11 +211,13 @@ class KeyDirectory:
         for key in keys:
             if key not in self._sights:
                 self._sights[key] = self._look(key, now, deadline)
+        asked = [key for key, sight in self._sights.items() if sight.generation and now - sight.since_s >= ask_after_s]
+        dead = set() if lost is None else {key for key in asked if self._is_lost(key, lost, deadline)}
         named = {sight.generation for sight in self._sights.values()}
         gone = [
             key
             for key, sight in self._sights.items()
-            if sight.over(now, self._grace_s) and key.removeprefix(f"{self._prefix}/h/") not in named
+            if (sight.over(now, self._grace_s) or key in dead) and key.removeprefix(f"{self._prefix}/h/") not in named
         ]
         if gone:
             self._relay.remove(gone, deadline)
@@ -230,6 +230,30 @@ class KeyDirectory:
             self._relay.close()
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _read(self, key: str, deadline: Deadline) -> StageHandle | None:
+        raw = self._relay.get_bytes(key, deadline)
+        if raw is None:
+            return None
+        record = decode_record(raw)
+        if record.handle is not None:
+            return StageHandle.from_bytes(record.handle)
+        if not 0 < record.nbytes <= MAX_HANDLE_BYTES:
+            message = f"the directory's record names a handle of {record.nbytes} bytes"
+            raise WireError(message, key=key)
+        memory = (ctypes.c_char * record.nbytes)()
+        kept = [memory]  # as in `_put_handle`: it may be written to until then
+        if not self._relay.get(self._handle_key(record.generation), [_extent(memory)], deadline, on_quiet=kept.clear):
+            return None  # taken away between the two looks
+        return StageHandle.from_bytes(memory.raw)
+
+    def _is_lost(self, key: str, lost: Callable[[StageHandle], bool], deadline: Deadline) -> bool:
+        try:
+            handle = self._read(key, deadline)
+        except WireError as exc:
+            logger.warning("a record of the directory is left to its age: %s", exc)
+            return False
+        return handle is not None and lost(handle)
 
     def _record_key(self, digest: str) -> str:
         return f"{self._prefix}/r/{digest}"

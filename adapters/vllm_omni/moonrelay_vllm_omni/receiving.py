@@ -61,6 +61,8 @@ LOOK_TIMEOUT_S: Final = 5.0
 #: A fetch ends this much before its reader's deadline, so that the reader hears why: a part of the time, and a bound.
 MARGIN: Final = 0.1
 MARGIN_MAX_S: Final = 0.3
+#: Bound of the question how a payload stands, in seconds.
+ASK_TIMEOUT_S: Final = 3.0
 #: Payloads that were taken here, whose record may still stand for a moment.
 TAKEN_KEPT: Final = 4096
 
@@ -446,11 +448,24 @@ def _check_edge(handle: StageHandle, edge: Edge) -> None:
         raise IntegrityError(message, key=edge.key)
 
 
+def is_lost(connector: DiffusionConnector, handle: StageHandle) -> bool:
+    """Whether a payload's owner is gone for good, and nothing of it was relayed. Blocks: seconds at most."""
+    try:
+        connector.status(handle, timeout_s=ASK_TIMEOUT_S)
+    except PeerLost as exc:
+        return _is_dead(exc)
+    except LeaseLost:
+        return True
+    except MoonrelayError as exc:
+        logger.debug("nothing is known of %s: %s", handle.id, exc)
+    return False
+
+
 def _is_dead(error: MoonrelayError) -> bool:
     """Whether a lost peer's process is gone, rather than silent: that one may come back."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, MoonrelayError) and cause.context.get("gone"):
             return True
-        cause = cause.__cause__
+        cause = cause.__cause__ or cause.__context__
     return False

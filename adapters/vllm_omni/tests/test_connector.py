@@ -597,6 +597,19 @@ def test_a_producer_that_is_killed_is_a_typed_failure_within_a_bound(
 
 
 @pytest.mark.processes
+def test_a_killed_producers_record_is_swept_though_nobody_reads_it(peer: Peer, make: Make, place: Path) -> None:
+    one = peer(transfer_mode="p2p")
+    one.do("put", key="k", seed=1)
+    until(lambda: any(".keys%r%" in name for name in store_keys(place)), "there is no record")
+    other = make(transfer_mode="p2p")
+    until(lambda: other.health()["started"], "the connector did not start")
+    assert other._directory.sweep(_soon(), lost=other._is_lost, ask_after_s=0.0) == 0, "its owner lives"
+    one.kill()
+    assert other._directory.sweep(_soon(), lost=other._is_lost, ask_after_s=0.0) == 1
+    assert store_keys(place) == []
+
+
+@pytest.mark.processes
 def test_what_a_killed_producer_had_stored_is_delivered(peer: Peer, make: Make, place: Path) -> None:
     one, other = peer(transfer_mode="store"), make(transfer_mode="store")
     want = one.do("put", key="k", seed=1)

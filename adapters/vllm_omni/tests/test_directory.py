@@ -132,6 +132,16 @@ def test_a_sweep_removes_what_outlived_its_payload(config: StoreConfig, place: P
         directory.close()
 
 
+def test_a_sweep_removes_what_is_lost_whatever_its_age(directory: KeyDirectory, place: Path) -> None:
+    directory.write(EDGE, handle(1), soon())
+    directory.write(Edge(from_stage="0", to_stage="1", key="large"), handle(2, tensors=300), soon())
+    directory.write(Edge(from_stage="0", to_stage="1", key="well"), handle(3), soon())
+    assert directory.sweep(soon(), lost=lambda _: True) == 0, "too young to be asked after"
+    assert directory.sweep(soon(), lost=lambda one: one.id != handle(3).id, ask_after_s=0.0) == 2
+    assert directory.find(EDGE, soon()) is None
+    assert directory.find(Edge(from_stage="0", to_stage="1", key="well"), soon()) == handle(3)
+
+
 def test_a_malformed_record_is_a_typed_error_and_can_be_replaced(directory: KeyDirectory) -> None:
     directory.start()
     key = f"ns.keys/r/{EDGE.digest}"
