@@ -85,8 +85,9 @@ class OmniSettings:
         spill_after_s: In ``auto``, how long an unclaimed payload stays in the producer's memory, in seconds.
         drain_timeout_s: How long `close` may take to bring unclaimed payloads to the store, in seconds.
         readers: How many consumers each take every payload once; 0 is any number until ``lease_ttl_s``.
-        snapshot: Copy every payload before ``put`` returns, for stages that write into their tensors afterwards (static
-            buffers of a captured graph); without it they must leave them alone until they are taken.
+        snapshot: Copy every payload before ``put`` returns, as the host's own connectors do: a stage may write into its
+            tensors afterwards (static buffers of a captured graph). False copies in the background, or not at all where
+            the memory is registered; the stage must then leave its tensors alone until they are taken.
         integrity: ``auto``, ``full`` or ``off``.
         auth_key: Shared secret of the deployment.
         fetch_timeout_s: How long one fetch that ``get`` started may take, in seconds.
@@ -102,7 +103,7 @@ class OmniSettings:
     spill_after_s: float = 5.0
     drain_timeout_s: float = 10.0
     readers: int = 1
-    snapshot: bool = False
+    snapshot: bool = True
     integrity: str = "auto"
     auth_key: str | None = None
     fetch_timeout_s: float = 30.0

@@ -135,10 +135,10 @@ class StageConnector:
     def put(
         self, from_stage: object, to_stage: object, put_key: object, data: object
     ) -> tuple[bool, int, dict[str, Any]]:
-        """Offer ``data`` under a key. Returns at once: tensors are referenced and staged by other threads.
+        """Offer ``data`` under a key; of two payloads under one key the last one counts.
 
-        The tensors must stay unmodified until they are taken, unless ``snapshot`` is set. Of two payloads under one key
-        the last one counts, but the very same one again changes nothing.
+        Copies the tensors and returns, unless ``snapshot`` is off: then they are referenced, staged by other threads,
+        and must stay unmodified until they are taken; and the very same ones again change nothing.
 
         Args:
             from_stage: The stage that sends.

@@ -234,7 +234,7 @@ def test_what_cannot_be_carried_is_refused_by_name(make: Make, place: Path, valu
 
 
 def test_the_same_again_changes_nothing(make: Make, place: Path) -> None:
-    one, other = make(), make()
+    one, other = make(snapshot=False), make()
     data = tree(1)
     first = one.put(*EDGE, "k", data)
     assert one.put(*EDGE, "k", data) == first
@@ -264,8 +264,8 @@ def test_another_producers_payload_under_a_key_counts_too(make: Make) -> None:
 
 
 @pytest.mark.parametrize("count", [16, 8 << 20])
-def test_with_a_snapshot_the_tensors_may_be_written_to_at_once(make: Make, count: int) -> None:
-    one, other = make(snapshot=True), make()
+def test_after_put_the_tensors_may_be_written_to(make: Make, count: int) -> None:
+    one, other = make(), make()
     buffer = torch.ones(count, dtype=torch.uint8)
     one.put(*EDGE, "k1", {"x": buffer})
     buffer.fill_(2)
@@ -278,17 +278,11 @@ def test_with_a_snapshot_the_tensors_may_be_written_to_at_once(make: Make, count
     assert int(got(other, "k2")["x"].amin()) == 3, "the last one counts, also from the same memory"
 
 
-def test_put_returns_before_a_large_payload_is_staged(make: Make) -> None:
-    one, other = make(pool_bytes=256 << 20), make(pool_bytes=256 << 20)
-    one.put(*EDGE, "warm", tree(1))
-    got(other, "warm")
-    large = {"latents": torch.zeros(64 << 20, dtype=torch.uint8)}
-    started = time.monotonic()
+def test_a_large_payload_arrives_without_a_snapshot(make: Make) -> None:
+    one, other = make(snapshot=False, pool_bytes=256 << 20), make(pool_bytes=256 << 20)
+    large = {"latents": torch.arange(64 << 18, dtype=torch.int32)}
     one.put(*EDGE, "k", large)
-    put_s = time.monotonic() - started
-    back = got(other, "k")
-    assert torch.equal(back["latents"], large["latents"])
-    assert put_s < 1.0, "generous: a copy of it takes some 20 ms, a hand-over none of it"
+    assert torch.equal(got(other, "k")["latents"], large["latents"])
 
 
 def test_a_payload_larger_than_the_pool_goes_through_the_store(make: Make) -> None:
