@@ -1,7 +1,8 @@
 """The vLLM-Omni adapter as a plugin: of the host by its entry points, of Moonrelay as ``vllm-omni``.
 
-Owns how the connector gets into the host's factory, once per process, and which host versions that is done for. What
-the connector does is `moonrelay_vllm_omni.connector`.
+Owns how the connector gets into the host's factory and the pipelines into its registries, once per process, and which
+host versions that is done for. What the connector does is `moonrelay_vllm_omni.connector`; which pipelines there are,
+`moonrelay_vllm_omni.pipelines`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Constructor = Callable[[dict[str, Any]], object]
 
 
 def register() -> None:
-    """Put the connector into the host's factory: the entry point of both plugin groups. Idempotent.
+    """Make connector and pipelines known to the host: the entry point of both plugin groups. Idempotent.
 
     Without effect where the host is not installed: plain vLLM loads the plugins of its own group too. Where it is, its
     own plugin in that group imports it in the same processes, so this imports nothing that would not be there. An
@@ -51,6 +52,8 @@ def register() -> None:
     if refusal is not None:
         logger.error("%s", refusal)
     _enter(_refusing(refusal) if refusal is not None else _make)
+    if refusal is None:
+        _enter_pipelines()
 
 
 def host_version() -> str | None:
@@ -78,6 +81,18 @@ def _enter(constructor: Constructor) -> None:
         OmniConnectorFactory.register_connector(NAME, constructor)
     except ValueError:  # another thread was faster
         logger.debug("%s is registered already", NAME)
+
+
+def _enter_pipelines() -> None:
+    from moonrelay_vllm_omni import host_fixes
+    from moonrelay_vllm_omni.pipelines import registration
+
+    try:
+        registration.register()
+        host_fixes.bound_shutdown_of_dead_stages()
+    except (ImportError, AttributeError, OSError, RuntimeError) as exc:
+        # Enough of the host for its language stages, not for diffusion: torchvision, for one, may not fit torch.
+        logger.warning("no pipelines in stages here: the host's diffusion engine cannot be imported: %s", exc)
 
 
 def _make(extra: dict[str, Any]) -> object:
