@@ -1,0 +1,163 @@
+"""Qwen-Image and Wan in several processes of the host, by the examples' YAML: the same pixels, and a stage that dies.
+
+Each engine costs a minute of imports, so one serves several prompts, and is killed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cpu_platform.install import installed
+from omni_engine import Engine, EngineFailed, on_a_cpu
+
+from moonrelay.transfer.shm import sweep_orphans
+
+pytestmark = [pytest.mark.vllm_omni, pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SIZES: dict[str, dict[str, int]] = {
+    "qwen_image": {"seed": 3, "height": 64, "width": 64, "num_inference_steps": 4},
+    "wan": {"seed": 3, "height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 3},
+}
+#: With and without a negative prompt, and as bare text, for which the host by itself would not look for a payload.
+PROMPTS: dict[str, Any] = {
+    "guided": {"prompt": "a fox in the snow", "negative_prompt": "blurry"},
+    "plain": {"prompt": "a fox in the snow"},
+    "text": "a lighthouse at night",
+}
+DIES_IN_S = 60.0
+
+Start = Callable[[str, dict[str, Any]], Engine]
+Undivided = Callable[[str], dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """A folder in shared memory for the stages' store and segments."""
+    folder = Path("/dev/shm") / f"moonrelay-omni-test-{secrets.token_hex(6)}"
+    (folder / "segments").mkdir(parents=True, mode=0o700)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts engines with tiny models of a family; they are ended at the end."""
+    if not installed():
+        pytest.fail("the host has no CPU platform here; run `python -m cpu_platform.install`, as nox -s vllm_omni does")
+    folder = tmp_path_factory.mktemp("omni")
+    started: list[Engine] = []
+
+    def start_one(family: str, deploy: dict[str, Any]) -> Engine:
+        model = folder / family
+        if not model.exists():
+            build = f"import sys; from moonrelay_diffusers import tiny; tiny.build_{family}(sys.argv[1])"
+            subprocess.run([sys.executable, "-c", build, str(model)], timeout=300, check=True)
+        file = folder / f"deploy{len(started)}.yaml"
+        file.write_text(yaml.safe_dump(on_a_cpu(deploy)))
+        engine = Engine(model, file, folder / f"log{len(started)}")
+        started.append(engine)
+        return engine
+
+    yield start_one
+    for engine in started:
+        engine.end()
+
+
+@pytest.fixture(scope="module")
+def undivided(start: Start) -> Undivided:
+    """What the host's own pipeline of a family paints, in one stage."""
+    seen: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def of(family: str) -> dict[str, dict[str, Any]]:
+        if family not in seen:
+            stage = {"stage_id": 0, "devices": "0", "max_num_seqs": 1}
+            pipeline = f"moonrelay_test_{family}"
+            engine = start(family, {"pipeline": pipeline, "async_chunk": False, "stages": [stage]})
+            seen[family] = {name: engine.do("paint", prompt=one, **SIZES[family]) for name, one in PROMPTS.items()}
+            engine.end()
+        return seen[family]
+
+    return of
+
+
+def example(name: str, place: Path) -> dict[str, Any]:
+    """Return an example's deploy YAML, with a store and segments of the test's own."""
+    deploy: dict[str, Any] = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    deploy["connectors"]["mr"]["extra"].update(
+        engine="shm",
+        engine_options={"directory": str(place / "segments")},
+        store=f"local://{place / 'store'}",
+        pool_bytes=64 << 20,
+        lease_ttl_s=30.0,
+    )
+    return deploy
+
+
+def compare(engine: Engine, family: str, whole: dict[str, dict[str, Any]], stages: int) -> None:
+    """Have an engine paint what the undivided pipeline has painted, and compare bit by bit."""
+    assert len({one["sha256"] for one in whole.values()}) == len(PROMPTS)
+    assert all(one["values"] > 16 for one in whole.values()), "a flat picture would be equal to any other"
+    assert len({engine.do("stage_pid", stage=stage) for stage in range(stages)}) == stages
+    for asked, prompt in PROMPTS.items():
+        painted = engine.do("paint", prompt=prompt, **SIZES[family])
+        assert painted["shape"] == whole[asked]["shape"]
+        assert painted["sha256"] == whole[asked]["sha256"], asked
+
+
+@pytest.fixture(scope="module")
+def engine(start: Start, place: Path) -> Engine:
+    """The example's three stages, for both tests of them."""
+    return start("qwen_image", example("qwen_image_three_stages", place))
+
+
+def test_three_processes_paint_what_one_paints(undivided: Undivided, engine: Engine) -> None:
+    compare(engine, "qwen_image", undivided("qwen_image"), 3)
+
+
+def test_a_killed_decode_stage_fails_the_request_in_time_and_leaves_nothing(engine: Engine, place: Path) -> None:
+    killed = engine.do("stage_pid", stage=2)
+    os.kill(killed, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(EngineFailed) as failure:
+        engine.do("paint", timeout_s=2 * DIES_IN_S, prompt=PROMPTS["plain"], **SIZES["qwen_image"])
+    assert time.monotonic() - started < DIES_IN_S
+    assert failure.value.kind == "OmniEngineDeadError"
+    assert failure.value.stage == 2
+    # The host ends an engine whose request failed so; it is to take all of its processes with it.
+    engine.leave(60.0)
+    end = time.monotonic() + 60.0
+    while left := engine.processes():
+        assert time.monotonic() < end, f"processes {left} were left\n{engine.tail()}"
+        threading.Event().wait(0.05)
+    # Only the killed process could not clear its segment away; whoever comes next there does.
+    segments = place / "segments"
+    assert all(f"-{killed}-" in path.name for path in segments.iterdir())
+    sweep_orphans(segments)
+    assert list(segments.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "stages"),
+    [("qwen_image", "qwen_image_decode_apart", 2), ("wan", "wan_three_stages", 3)],
+    ids=["qwen_image_decode_apart", "wan_three_stages"],
+)
+def test_the_other_examples_paint_the_same(
+    undivided: Undivided, start: Start, place: Path, family: str, name: str, stages: int
+) -> None:
+    whole = undivided(family)
+    engine = start(family, example(name, place))
+    compare(engine, family, whole, stages)
+    engine.end()
