@@ -19,7 +19,7 @@ from moonrelay.config import StoreConfig
 from moonrelay.connector import DiffusionConnector
 from moonrelay.errors import ConfigError, DeadlineExceeded, MoonrelayError, WireError
 from moonrelay_conformance.capability import Capability, Support
-from moonrelay_conformance.sides.connector_side import MODES, RECORDS_BYTES
+from moonrelay_conformance.sides.connector_side import RECORDS_BYTES, mode_of
 from moonrelay_conformance.targets.adapter import AdapterSide, Outgoing, SideSettings, Ticket
 from moonrelay_conformance.targets.connector import ConnectorGround, ConnectorTarget
 from moonrelay_vllm_omni import plugin
@@ -119,9 +119,6 @@ class VllmOmniSide(AdapterSide):
             ConfigError: The route is none of the connector's.
         """
         settings = self.settings
-        if settings.route not in MODES:
-            message = f"route={settings.route!r} is not known; use one of {', '.join(MODES)}"
-            raise ConfigError(message, field="route")
         engine = str(settings.extra.get("engine", "shm"))
         options = dict(settings.extra.get("engine_options", {}))
         if settings.faults.engine:
@@ -130,7 +127,7 @@ class VllmOmniSide(AdapterSide):
         extra: dict[str, Any] = {
             "role": "sender" if settings.role == "producer" else "receiver",
             "stage_id": 0 if settings.role == "producer" else 1,
-            "transfer_mode": MODES[settings.route],
+            "transfer_mode": mode_of(settings.route),
             "engine": engine,
             "engine_options": options,
             "hostname": settings.host,

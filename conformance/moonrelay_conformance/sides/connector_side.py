@@ -37,6 +37,18 @@ RECORDS_BYTES: Final = 64 << 10
 KIND: Final = "latents"
 
 
+def mode_of(route: str) -> str:
+    """Return the connector's ``transfer_mode`` for a route.
+
+    Raises:
+        ConfigError: The route is none of the connector's.
+    """
+    if route not in MODES:
+        message = f"route={route!r} is not known; use one of {', '.join(MODES)}"
+        raise ConfigError(message, field="route")
+    return MODES[route]
+
+
 class ConnectorSide(AdapterSide):
     """A `DiffusionConnector` as producer and consumer.
 
@@ -62,12 +74,9 @@ class ConnectorSide(AdapterSide):
             ConfigError: The route is none of the connector's.
         """
         settings = self.settings
-        if settings.route not in MODES:
-            message = f"route={settings.route!r} is not known; use one of {', '.join(MODES)}"
-            raise ConfigError(message, field="route")
         return {
             "role": settings.role,
-            "transfer_mode": MODES[settings.route],
+            "transfer_mode": mode_of(settings.route),
             "te_config": self._transfer(),
             "store_config": self._store(),
             "control_config": {

@@ -16,7 +16,7 @@ from moonrelay_conformance.capability import Capability
 from moonrelay_conformance.results import Level
 from moonrelay_conformance.suites.adapter.base import AdapterSuite
 from moonrelay_conformance.suites.adapter.faults import SLOW_S, receive
-from moonrelay_conformance.suites.adapter.leaks import Outside, assert_nothing_left
+from moonrelay_conformance.suites.adapter.leaks import Outside, assert_nothing_left, left_outside
 from moonrelay_conformance.suites.adapter.leases import passed, refused
 from moonrelay_conformance.suites.adapter.stage import (
     PATIENT,
@@ -229,15 +229,8 @@ class WreckTests(AdapterSuite):
         ttl = {"ttl_s": 1.0} if stage.supports(Capability.TTL) else {}
         sides("producer2").publish(bytes_of(_SIZE, 59), **ttl)
         sides("producer2").kill()
-        found = ""
-
-        def clean() -> bool:
-            nonlocal found
-            stage.ground.sweep()
-            found = Outside.look(stage).beyond(before)
-            return not found
-
-        assert until(clean, SETTLE_S, step_s=0.2), f"a killed process left {found}"
+        found = left_outside(stage, before, SETTLE_S)
+        assert not found, f"a killed process left {found}"
 
     @promise(
         Level.L3,
