@@ -43,6 +43,7 @@ def test_the_report_has_a_row_for_each_size_and_integrity(name: str, engine: str
     assert {"cpu", "cores", "load_1min", "versions"} <= set(report["host"])
 
 
+@pytest.mark.alone  # other tests kill owners of segments meanwhile
 def test_nothing_is_left_behind() -> None:
     before = abandoned_segments()
     bench("overhead", "--engine", "shm", "--sizes", "4KiB", "--rounds", "1")

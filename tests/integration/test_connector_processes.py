@@ -387,6 +387,7 @@ def _leaves_the_baseline(cycle: Callable[[int], None], peers: list[PeerProcess],
         assert risen() == []
 
 
+@pytest.mark.alone  # another test's engine would sweep it as well
 def test_a_killed_process_leaves_no_shared_memory_for_long(start: Start) -> None:
     producer = start("denoise", "shm")
     producer.do("publish", name="r", seed=1, shape=SHAPE)

@@ -151,6 +151,7 @@ def test_a_killed_decode_worker_changes_nothing(start: Callable[..., Demo]) -> N
     assert demo.survivors() == []
 
 
+@pytest.mark.alone  # other tests kill owners of segments meanwhile
 def test_a_killed_encode_worker_with_the_other_parts(start: Callable[..., Demo]) -> None:
     abandoned = abandoned_segments()
     demo = start("--requests=1", "--kill=encode", "--engine=shm", "--store=local", "--json")
