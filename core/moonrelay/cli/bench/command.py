@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from moonrelay.cli.bench import host
+from moonrelay.cli.bench.host_command import against_host
 from moonrelay.cli.bench.samples import parse_sizes, say_size
 from moonrelay.clock import Clock, SystemClock
 from moonrelay.config import require_one_of
@@ -24,6 +25,7 @@ Row = dict[str, object]
 Measure = Callable[[str, Sequence[int], int | None, Clock], Iterator[Row]]
 
 bench = typer.Typer(no_args_is_help=True, help="Measure the connector on this machine.")
+bench.command(name="host")(against_host)
 
 Engine = Annotated[str, typer.Option(help="mooncake or shm; both by default.", show_default=False)]
 Rounds = Annotated[int, typer.Option(min=0, help="Rounds for each size; 0 takes as many as fit into some seconds.")]
