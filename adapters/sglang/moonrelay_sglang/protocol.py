@@ -76,6 +76,7 @@ class Location(Struct, frozen=True, kw_only=True):
         epoch: Session of the worker that made it.
         nbytes: Bytes of its tensors, exactly.
         attempt: In STAGED and DONE the attempt that made it, in READY the one that is to take it.
+        to: In READY the session of the worker that is meant; empty means any.
     """
 
     version: Count
@@ -83,6 +84,7 @@ class Location(Struct, frozen=True, kw_only=True):
     epoch: Name
     nbytes: Count
     attempt: Count = 0
+    to: str = ""
 
     def handle_bytes(self) -> bytes:
         """Return the handle, as `StageHandle.from_bytes` takes it; raise `WireError` where it is damaged."""
@@ -379,18 +381,26 @@ def manifest_of(handle: bytes, *, epoch: str, nbytes: int, attempt: int) -> dict
     return {KEY: msgspec.to_builtins(where)}
 
 
-def for_attempt(manifest: Mapping[str, Any], attempt: int) -> dict[str, Any]:
-    """Return a manifest for READY: the same payload, with the attempt that is to take it."""
+def for_attempt(manifest: Mapping[str, Any], attempt: int, *, to: str = "") -> dict[str, Any]:
+    """Return a manifest for READY: the same payload, with the attempt that is to take it.
+
+    Args:
+        manifest: As the sender staged it; one that is not ours stays as it is.
+        attempt: The attempt.
+        to: Session of the worker that is meant; a successor at the same endpoint drops it. Empty means any.
+    """
     ours = manifest.get(KEY)
-    return dict(manifest) if not isinstance(ours, Mapping) else {**manifest, KEY: {**ours, "attempt": attempt}}
+    if not isinstance(ours, Mapping):
+        return dict(manifest)
+    return {**manifest, KEY: {**ours, "attempt": attempt, "to": to}}
 
 
 # Work for an encoder, and results that are codec frames.
 
 
-def encoder_frames(request_id: str, attempt: int, work: bytes) -> list[bytes]:
-    """Return the frames of work for an encoder; a stock one reads the first and the last."""
-    return [request_id.encode(), msgspec.json.encode({KEY: VERSION, "attempt": attempt}), work]
+def encoder_frames(request_id: str, attempt: int, work: bytes, *, to: str = "") -> list[bytes]:
+    """Return the frames of work for an encoder, ``to`` as in `for_attempt`; a stock one reads the first and last."""
+    return [request_id.encode(), msgspec.json.encode({KEY: VERSION, "attempt": attempt, "to": to}), work]
 
 
 def encoder_attempt(frames: Sequence[Any]) -> int:
@@ -403,6 +413,18 @@ def encoder_attempt(frames: Sequence[Any]) -> int:
         return 0
     attempt = found.get("attempt") if isinstance(found, dict) else None
     return attempt if isinstance(attempt, int) and attempt >= 0 else 0
+
+
+def encoder_addressee(frames: Sequence[Any]) -> str:
+    """Return the session that an encoder's work is meant for; empty where it does not say."""
+    if len(frames) < 3:
+        return ""
+    try:
+        found = msgspec.json.decode(bytes(frames[1]))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""
+    to = found.get("to") if isinstance(found, dict) else None
+    return to if isinstance(to, str) else ""
 
 
 def stamped(frames: Sequence[Any], stamp: Stamp) -> list[Any]:

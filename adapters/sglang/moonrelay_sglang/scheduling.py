@@ -391,6 +391,10 @@ class HeadScheduler:
         # It may still hold what it read.
         return [self._release_of(running)]
 
+    def index_of(self, stage: str, epoch: str) -> int | None:
+        """Return the place of a process among its stage's endpoints; ``None`` once another one answers there."""
+        return next((one.index for one in self._instances[stage] if one.epoch == epoch), None)
+
     def attempt_of(self, request_id: str, stage: str) -> int | None:
         """Return the delivery under way at a stage, for reports that come without its number; ``None`` if none is."""
         running = self._running.get(request_id)
