@@ -157,7 +157,7 @@ class Run:
         self._started_s = self._clock.monotonic()
         self._checks: dict[str, _Check] = {}
         self._infos: dict[str, TargetInfo] = {}
-        self._pools: dict[tuple[str, tuple[tuple[str, str], ...]], SidePool] = {}
+        self._pools: dict[tuple[str, tuple[tuple[str, str], ...], bool], SidePool] = {}
         self.reports: tuple[Report, ...] = ()
 
     def pool_for(self, target: AdapterTarget) -> SidePool:
@@ -166,9 +166,9 @@ class Run:
 
         if self._handover and self._handover.pool is not None:
             return self._handover.pool
-        key = (target.python(), tuple(sorted(target.environment().items())))
+        key = (target.python(), tuple(sorted(target.environment().items())), target.forked)
         if key not in self._pools:
-            self._pools[key] = SidePool(python=target.python(), env=target.environment())
+            self._pools[key] = SidePool(python=target.python(), env=target.environment(), forked=target.forked)
         return self._pools[key]
 
     def check_of(self, nodeid: str) -> _Check | None:

@@ -75,5 +75,26 @@ class LoudSide(AdapterSide):
         self.kept.clear()
 
 
+class PreparedSide(LoudSide):
+    """Says in which process its host was imported."""
+
+    prepared_in = 0
+
+    @classmethod
+    def prepare(cls) -> None:
+        cls.prepared_in = os.getpid()
+
+    def in_use(self) -> dict[str, int]:
+        return {"prepared_in": self.prepared_in, "parent": os.getppid()}
+
+
+class ThreadedSide(LoudSide):
+    """Its host starts a thread when it is imported."""
+
+    @classmethod
+    def prepare(cls) -> None:
+        threading.Thread(target=threading.Event().wait, name="host-ticker", daemon=True).start()
+
+
 class NoSide:
     """No AdapterSide."""

@@ -26,11 +26,11 @@ LOUD = "side_samples:LoudSide"
 TREE = {"tensor": {"shape": [8], "dtype": "float32", "seed": 7}}
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidePool]:
+@pytest.fixture(scope="module", params=[False, True], ids=["started", "forked"])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidePool]:
     log = tmp_path_factory.mktemp("sides") / "log"
     sys.path.append(HERE)
-    with log.open("w") as file, SidePool(log=file) as made:
+    with log.open("w") as file, SidePool(log=file, forked=request.param) as made:
         yield made
     sys.path.remove(HERE)
 
@@ -188,8 +188,8 @@ def test_the_side_runs_apart_from_our_folder_and_our_settings(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MOONRELAY_TRANSFER_MODE", "nonsense")
     with SideProcess(env={"ADDED": "yes"}) as side:
+        assert side.do("threads")  # it runs: before that the system may list no environment yet
         environment = Path(f"/proc/{side.pid}/environ").read_bytes()
-        assert side.do("threads")
         assert Path(f"/proc/{side.pid}/cwd").readlink() == Path("/")
     assert b"MOONRELAY_" not in environment
     assert b"ADDED=yes" in environment

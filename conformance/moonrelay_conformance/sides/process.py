@@ -25,6 +25,7 @@ from moonrelay.clock import Deadline, SystemClock
 from moonrelay.config import child_environment
 from moonrelay.errors import MoonrelayError, from_wire
 from moonrelay_conformance.sides import probe
+from moonrelay_conformance.sides.nursery import Child, Nursery
 from moonrelay_conformance.sides.probe import Held
 from moonrelay_conformance.targets.adapter import SideSettings
 
@@ -66,6 +67,7 @@ class SideProcess:
         env: Variables to add to its environment. ``MOONRELAY_*`` of ours is not passed on.
         folder: Its working folder, which nothing is imported from; ``None`` takes the root folder.
         log: Where its standard error goes; ``None`` leaves it where ours goes.
+        nursery: Forks it, so that it has what the nursery has of all the above; ``None`` starts it.
 
     Threads: one at a time. The system kills the process when the *thread* that made this object ends.
     """
@@ -77,22 +79,23 @@ class SideProcess:
         env: Mapping[str, str] | None = None,
         folder: Path | None = None,
         log: IO[Any] | None = None,
+        nursery: Nursery | None = None,
     ) -> None:
-        # Threads of native pools would be counted as leaks while they fill, and several sides share a machine.
-        added = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        if python == sys.executable:
-            added["PYTHONPATH"] = os.pathsep.join(str(Path(entry or ".").absolute()) for entry in sys.path)
-        # -P: the working folder is not imported from, as it would be with -m.
-        self._process = subprocess.Popen(
-            [python, "-P", "-m", "moonrelay_conformance.sides.runner", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            cwd=folder or "/",
-            env=child_environment({**added, **(env or {})}),
-            # A group of its own: the terminal's interrupt reaches the suite alone, and `kill` the side's children too.
-            process_group=0,
-        )
+        self._process: subprocess.Popen[bytes] | Child
+        if nursery is not None:
+            self._process = nursery.born()
+        else:
+            # -P: the working folder is not imported from, as it would be with -m.
+            self._process = subprocess.Popen(
+                [python, "-P", "-m", "moonrelay_conformance.sides.runner", str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=folder or "/",
+                env=child_environment(_added(python, env or {})),
+                # A group of its own: the terminal's interrupt reaches the suite alone, and `kill` the side's children.
+                process_group=0,
+            )
         self._stopped = False
         self._numbers = 0
         self._due: deque[tuple[int, str]] = deque()
@@ -315,6 +318,7 @@ class SidePool:
     Args:
         python, env, log: As for `SideProcess`.
         spare: Whether to keep that one.
+        forked: Whether processes are forked from one that has imported their side, which makes a spare one needless.
 
     Threads: one.
     """
@@ -326,9 +330,12 @@ class SidePool:
         env: Mapping[str, str] | None = None,
         log: IO[Any] | None = None,
         spare: bool = True,
+        forked: bool = False,
     ) -> None:
         self._python = python
-        self._spare = spare
+        self._spare = spare and not forked
+        self._forked = forked
+        self._nurseries: dict[str, Nursery] = {}
         self._env = dict(env or {})
         self._log = log
         self._folder = tempfile.TemporaryDirectory(prefix="moonrelay-sides-")
@@ -346,10 +353,10 @@ class SidePool:
             MoonrelayError: The side refuses its settings, or cannot start; the process is kept for others.
             SideFailed: It cannot be imported, or raised something untyped.
         """
-        process = self._take()
+        process = self._take(side)
         self._busy.append(process)
         if self._spare and not self._idle:
-            ready = self._made()
+            ready = self._made(side)
             ready.send("warm")
             self._idle.append(ready)
         process.do("start", side=side, settings=msgspec.to_builtins(settings))
@@ -374,6 +381,9 @@ class SidePool:
             process.begin_end()
         for process in idle:
             process.end()
+        for nursery in self._nurseries.values():
+            nursery.close()
+        self._nurseries.clear()
         self._folder.cleanup()
 
     def __enter__(self) -> SidePool:
@@ -382,16 +392,31 @@ class SidePool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _take(self) -> SideProcess:
+    def _take(self, side: str) -> SideProcess:
         while self._idle:
             process = self._idle.pop()
             if process.alive:
                 return process
             process.end()
-        return self._made()
+        return self._made(side)
 
-    def _made(self) -> SideProcess:
-        return SideProcess(python=self._python, env=self._env, folder=Path(self._folder.name), log=self._log)
+    def _made(self, side: str) -> SideProcess:
+        folder = Path(self._folder.name)
+        if not self._forked:
+            return SideProcess(python=self._python, env=self._env, folder=folder, log=self._log)
+        if side not in self._nurseries:
+            env = _added(self._python, self._env)
+            self._nurseries[side] = Nursery(side, python=self._python, env=env, folder=folder, log=self._log)
+        return SideProcess(nursery=self._nurseries[side])
+
+
+def _added(python: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return what is added to the environment of a side's process."""
+    # Threads of native pools would be counted as leaks while they fill, and several sides share a machine.
+    added = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    if python == sys.executable:
+        added["PYTHONPATH"] = os.pathsep.join(str(Path(entry or ".").absolute()) for entry in sys.path)
+    return {**added, **env}
 
 
 def _unpacked(answer: dict[str, Any], op: str) -> Any:

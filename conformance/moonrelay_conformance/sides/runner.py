@@ -13,7 +13,7 @@ import importlib
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -64,7 +64,7 @@ class Runner:
             message = "a side runs in this process already; reset first"
             raise ConfigError(message, field="side")
         self.warm()
-        self._side = _loaded(side)(msgspec.convert(settings, SideSettings))
+        self._side = side_class(side)(msgspec.convert(settings, SideSettings))
         self._side.start()
 
     def close(self) -> None:
@@ -323,7 +323,12 @@ def _named(things: dict[str, Any], name: str, kind: str) -> Any:
     return things[name]
 
 
-def _loaded(side: str) -> Callable[[SideSettings], AdapterSide]:
+def side_class(side: str) -> type[AdapterSide]:
+    """Import ``module:Class``.
+
+    Raises:
+        ConfigError: It is no `AdapterSide`.
+    """
     module, _, name = side.partition(":")
     found: Any = importlib.import_module(module)
     for step in name.split("."):

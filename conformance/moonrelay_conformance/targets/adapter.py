@@ -155,6 +155,10 @@ class AdapterSide(ABC):
     def __init__(self, settings: SideSettings) -> None:
         self.settings = settings
 
+    @classmethod  # noqa: B027 - most import fast
+    def prepare(cls) -> None:
+        """Import the host, in the process that others are forked from (`AdapterTarget.forked`). Start no thread."""
+
     def start(self) -> None:  # noqa: B027 - many start on first use
         """Start what the host starts. Blocks: until it can publish or receive."""
 
@@ -269,9 +273,12 @@ class AdapterTarget(Target):
 
     Attributes:
         side: ``module:Class`` of its `AdapterSide`, importable in a side's process.
+        forked: Whether sides' processes are forked from one in which `AdapterSide.prepare` was called, instead of
+            started: for a host that imports for many seconds.
     """
 
     kind: ClassVar[str] = "adapter"
+    forked: ClassVar[bool] = False
     side: str
 
     @abstractmethod
