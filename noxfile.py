@@ -1,7 +1,8 @@
 """Sessions: ``unit`` and ``wheel`` need no host; a session per host runs that host's adapter tests.
 
-``conformance`` runs the suite against what lies here, ``third_party`` against an adapter that somebody else wrote, and
-``matrix`` joins the reports that these and the hosts' sessions left in ``out/conformance``.
+``conformance`` runs the suite against what lies here, ``vllm_omni`` against the adapter of a host that needs an
+environment of its own, ``third_party`` against one that somebody else wrote, and ``matrix`` joins the reports that they
+left in ``out/conformance``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 
@@ -27,7 +29,7 @@ nox.needs_version = ">=2024.4"
 ROOT = Path(__file__).parent
 #: Sessions that run a host's own adapter tests in an environment of their own; .ci/run runs them all. Each leaves the
 #: report of its adapter in REPORTS, as ``third_party`` does.
-HOST_SESSIONS: tuple[str, ...] = ()
+HOST_SESSIONS: tuple[str, ...] = ("vllm_omni",)
 #: What ``conformance`` runs the suite against, in the environment that runs nox.
 TARGETS = (
     "engine:memory",
@@ -151,6 +153,55 @@ def third_party(session: nox.Session) -> None:
         shutil.copy(Path(folder) / "acme.json", REPORTS / "adapter-acme.json")
 
 
+@nox.session(venv_backend="virtualenv")
+def vllm_omni(session: nox.Session) -> None:
+    """Run vLLM-Omni's tests and the suite against its adapter, with the wheel beside the host, on a CPU.
+
+    Everything after ``--`` goes to pytest, e.g. ``-k registers``. ``-R`` keeps the environment of the run before, and
+    its Moonrelay with it.
+    """
+    scratch = Path(session.create_tmp()).resolve()
+    pins = ROOT / "adapters" / "vllm_omni" / "tests" / "requirements"
+    parts: dict[str, float] = {}
+    with timed(session, parts, "install"):
+        archive = built_wheel(session, scratch)
+        for step in sorted(pins.glob("[1-9]-*.txt")):
+            alone = ("--no-deps",) if step.stem == "2-host" else ()
+            session.install(*alone, "-c", str(pins / "constraints.txt"), "-r", str(step))
+        session.install("--no-deps", "--force-reinstall", str(archive))
+    # The tests without the checkout: they find the package of the wheel, which has the entry points.
+    elsewhere = scratch / "away"
+    shutil.rmtree(elsewhere, ignore_errors=True)
+    for part in ("tests", "examples"):
+        shutil.copytree(
+            ROOT / "adapters" / "vllm_omni" / part,
+            elsewhere / "adapters" / "vllm_omni" / part,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    shutil.copy(ROOT / "pyproject.toml", elsewhere)
+    session.chdir(elsewhere)
+    session.env["PYTHONPATH"] = str(elsewhere / "adapters" / "vllm_omni" / "tests")
+    session.run("python", "-m", "cpu_platform.install")
+    session.env["PYTHONPATH"] = ""
+    check_environment(session, pins / "constraints.txt")
+
+    failed = []
+    report = REPORTS / "adapter-vllm-omni.json"
+    report.unlink(missing_ok=True)
+    for name, command in {
+        "tests": ("python", "-m", "pytest", "-m", "vllm_omni", "adapters/vllm_omni/tests", *session.posargs),
+        "conformance": ("moonrelay", "conformance", "vllm-omni", "--jobs", "2", "--json", str(report)),
+    }.items():
+        with timed(session, parts, name):
+            try:
+                session.run(*command)
+            except CommandFailed:  # the other one is run all the same
+                failed.append(name)
+    session.log(", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items()))
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
+
+
 @nox.session(venv_backend="none")
 def matrix(session: nox.Session) -> None:
     """Join the reports in ``out/conformance``; a cell that is worse than in conformance/matrix.md fails.
@@ -169,6 +220,35 @@ def matrix(session: nox.Session) -> None:
         return
     session.log(f"{REPORTS.relative_to(ROOT)}/index.html; where a change is meant: make matrix, and commit the file")
     session.run(*command, "--markdown", str(REPORTS / "matrix.md"), "--against", str(COMMITTED))
+
+
+@contextmanager
+def timed(session: nox.Session, parts: dict[str, float], name: str) -> Iterator[None]:
+    """Put down how long a part of a session took, however it ends."""
+    started = monotonic()
+    try:
+        yield
+    finally:
+        parts[name] = monotonic() - started
+        session.log(f"{name}: {parts[name]:.0f} s")
+
+
+def check_environment(session: nox.Session, pins: Path) -> None:
+    """Fail where an environment holds what its pins do not name, or Moonrelay is not the wheel's."""
+    named = {line.partition("==")[0] for line in pins.read_text(encoding="utf-8").splitlines() if "==" in line}
+    held = json.loads(str(session.run("python", "-m", "pip", "list", "--format", "json", silent=True)))
+    own = {"moonrelay", "moonrelay-cpu-platform", "pip", "setuptools", "wheel"}
+    unnamed = sorted({normal(one["name"]) for one in held} - {normal(name) for name in named} - own)
+    if unnamed:
+        session.error(f"{', '.join(unnamed)} came in; {pins.relative_to(ROOT)} is to name everything, and no triton")
+    where = str(session.run("python", "-c", "import moonrelay; print(moonrelay.__file__)", silent=True))
+    if str(ROOT / "core") in where:
+        session.error(f"the tests would run against the checkout: {where}")
+
+
+def normal(name: str) -> str:
+    """Return a distribution's name as the index spells it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def built_wheel(session: nox.Session, scratch: Path) -> Path:
