@@ -167,6 +167,14 @@ def from_environment(name: str) -> str | None:
     return os.environ.get(f"MOONRELAY_{name}") or None
 
 
+def hosts_variable(name: str) -> str | None:
+    """Return a variable of a host's own, to tell what the host will do; ``None`` where it is absent.
+
+    An empty one is not an absent one: to some hosts it means "nothing".
+    """
+    return os.environ.get(name)
+
+
 def child_environment(added: Mapping[str, str], *, stands_for_us: bool = False) -> dict[str, str]:
     """Return the environment for a child that is told everything: ours without ``MOONRELAY_*``, and ``added``.
 

@@ -11,11 +11,11 @@ import difflib
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 from moonrelay.errors import PluginError
 
@@ -122,6 +122,55 @@ class PluginInfo:
     @property
     def ok(self) -> bool:
         return self.error is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFinding:
+    """What an adapter says of its host: a line of ``moonrelay doctor``.
+
+    Attributes:
+        status: ``ok``, its plugin is active there; ``warn``, less than that, or by somebody's choice not; ``fail``, the
+            host is there and the adapter does not work in it; ``skip``, the host is not installed.
+        detail: The host's version and what was found, with the true error.
+        remedy: What to do; empty when there is nothing to do.
+    """
+
+    status: Literal["ok", "warn", "fail", "skip"]
+    detail: str
+    remedy: str = ""
+
+
+def ask_of_host(adapter: object) -> Iterator[HostFinding]:
+    """Ask an adapter's ``examine() -> Iterable[HostFinding]``; where it has none, its ``available()``.
+
+    Args:
+        adapter: What the group ``moonrelay.adapters`` names, an object or its class.
+
+    Raises:
+        Exception: Whatever the adapter or its host raises.
+
+    Blocks: an adapter may import its host here, so ask it in a process of its own, with a deadline.
+    """
+    asked = adapter() if isinstance(adapter, type) else adapter
+    examine = getattr(asked, "examine", None)
+    if examine is not None:
+        yield from examine()
+        return
+    available = getattr(asked, "available", None)
+    usable, detail = available() if available is not None else (True, "cannot be asked; its adapter loads")
+    if usable:
+        yield HostFinding(status="ok", detail=str(detail))
+    else:
+        # Not an error where nobody wanted the host here.
+        there = host_of(asked)[1] is not None
+        yield HostFinding(status="fail" if there else "skip", detail=str(detail))
+
+
+def host_of(adapter: object) -> tuple[str | None, str | None]:
+    """Return the name of an adapter's host and its version, as the adapter says; ``None`` for what it does not."""
+    asked = adapter() if isinstance(adapter, type) else adapter
+    ask_version = getattr(asked, "host_version", None)
+    return getattr(asked, "host", None), ask_version() if ask_version is not None else None
 
 
 def _installed(group: str) -> Iterable[EntryPoint]:

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from moonrelay.cli import probes
+from moonrelay.cli.adapters import why_unavailable
 from moonrelay.cli.checks import Finding, examine, import_remedy
 from moonrelay.cli.doctor import report
-from moonrelay.cli.probes import Machine, PluginState, Ran
+from moonrelay.cli.probes import HostState, Machine, PluginState, Ran
+from moonrelay.plugins import ADAPTERS, OBSERVERS, HostFinding
 
 #: The loader's own words, from a Debian 12 machine without the package.
 NO_IBVERBS = "ImportError: libibverbs.so.1: cannot open shared object file: No such file or directory"
@@ -40,6 +43,7 @@ class Planted(Machine):
         self.sqlite_is = ("3.40.1", "wal")
         self.redis: str | OSError = "+PONG"
         self.plugin_states: list[PluginState] = []
+        self.hosts: dict[str, HostState] = {}
         self.asked: list[object] = []
 
     def run(self, command: Sequence[str], timeout_s: float = 30.0) -> Ran:
@@ -93,6 +97,9 @@ class Planted(Machine):
     def plugins(self) -> list[PluginState]:
         return self.plugin_states
 
+    def host(self, adapter: str, timeout_s: float = 120.0) -> HostState:
+        return self.hosts[adapter]
+
 
 def findings(machine: Machine, queue_url: str | None = None) -> dict[str, Finding]:
     return {finding.name: finding for finding in examine(machine, queue_url)}
@@ -102,9 +109,16 @@ def statuses(machine: Machine, queue_url: str | None = None) -> dict[str, str]:
     return {name: finding.status for name, finding in findings(machine, queue_url).items()}
 
 
-def state(name: str, *, built_in: bool, error: str | None = None, shadowed: tuple[str, ...] = ()) -> PluginState:
+def state(
+    name: str,
+    *,
+    built_in: bool,
+    error: str | None = None,
+    shadowed: tuple[str, ...] = (),
+    group: str = "moonrelay.transfers",
+) -> PluginState:
     return PluginState(
-        group="moonrelay.transfers",
+        group=group,
         name=name,
         target="a:b",
         distribution="third",
@@ -242,6 +256,44 @@ def test_a_built_in_that_does_not_load_fails_and_a_third_partys_warns() -> None:
     assert found["moonrelay.transfers/fine"].status == "ok"
 
 
+def test_an_adapter_speaks_for_its_host() -> None:
+    machine = Planted()
+    machine.versions.update({"sglang": "0.6.0", "vllm-omni": "0.29.0"})
+    machine.plugin_states = [state(name, built_in=True, group=ADAPTERS) for name in ("omni", "plain")]
+    inactive = HostFinding(status="fail", detail="0.29.0, plugin not active: too old", remedy="pip install it")
+    machine.hosts = {
+        "omni": HostState(host="vllm-omni", version="0.29.0", findings=(inactive,), error=None),
+        "plain": HostState(host="diffusers", version=None, findings=(), error=None),
+    }
+    found = findings(machine)
+    assert found["vllm-omni"] == Finding(
+        name="vllm-omni", status="fail", detail="0.29.0, plugin not active: too old", remedy="pip install it"
+    )
+    assert "diffusers" not in found
+    assert (found["sglang"].status, found["sglang"].detail) == ("skip", "0.6.0; no adapter for it is installed")
+    assert (found["lightx2v"].status, found["lightx2v"].detail) == ("skip", "not installed")
+
+
+@pytest.mark.parametrize(("built_in", "status"), [(True, "fail"), (False, "warn")])
+def test_a_host_that_ends_the_question_is_told_with_its_last_line(built_in: bool, status: str) -> None:
+    machine = Planted()
+    machine.plugin_states = [state("omni", built_in=built_in, group=ADAPTERS)]
+    machine.hosts["omni"] = HostState(host="vllm-omni", version="0.30.0", findings=(), error="ImportError: libcuda.so")
+    found = findings(machine)["vllm-omni"]
+    assert found.status == status
+    assert "0.30.0" in found.detail
+    assert "ImportError: libcuda.so" in found.detail
+    assert "vllm-omni without Moonrelay" in found.remedy
+
+
+def test_an_adapter_that_does_not_load_is_not_asked() -> None:
+    machine = Planted()
+    machine.plugin_states = [state("omni", built_in=True, error="broken", group=ADAPTERS)]
+    found = findings(machine)
+    assert found["moonrelay.adapters/omni"].status == "fail"
+    assert found["vllm-omni"].status == "skip"
+
+
 @pytest.mark.parametrize("sqlite", [("3.31.1", "wal"), ("3.40.1", "delete"), ("3.9.2", "wal")])
 def test_an_old_sqlite_or_one_without_wal_fails(sqlite: tuple[str, str]) -> None:
     machine = Planted()
@@ -345,19 +397,113 @@ def test_sqlite_is_really_tried() -> None:
     assert mode == "wal"
 
 
+def _distribution(folder: Path, group: str, **targets: str) -> None:
+    """A distribution for each name, that an entry point of it and nothing else shows."""
+    for name, target in targets.items():
+        info = folder / f"mr_dist_{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mr-dist-{name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {target}\n")
+
+
+def test_a_plugin_that_hangs_its_process_hurts_only_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Impatient(Machine):
+        def python(self, code: str, *arguments: str, timeout_s: float = 120.0) -> Ran:
+            return super().python(code, *arguments, timeout_s=5.0)
+
+    monkeypatch.setattr(probes, "GROUPS", (OBSERVERS,))
+    (folder / "mr_hangs.py").write_text("import threading\nthreading.Event().wait()\n")
+    _distribution(folder, OBSERVERS, hangs="mr_hangs:Observer")
+    states = {state.name: state for state in Impatient().plugins()}
+    assert "no answer within 5 s" in str(states["hangs"].error)
+    assert states["metrics"].error is None
+
+
+HOSTS = """
+import os, threading
+from moonrelay.plugins import HostFinding
+
+class Active:
+    host = "acme"
+    def host_version(self): return "2.0"
+    def examine(self):
+        print("acme says hello, without an end of line", end="")
+        yield HostFinding(status="ok", detail="2.0, plugin active")
+
+class Absent:
+    host = "acme"
+    def host_version(self): return None
+    def available(self): return False, "acme is not installed"
+
+class TooOld(Absent):
+    def host_version(self): return "1.0"
+    def available(self): return False, "acme 1.0 is too old"
+
+class Usable(TooOld):
+    def available(self): return True, "acme 1.0"
+
+class Mute: ...
+
+class Raises(Active):
+    def examine(self):
+        raise ImportError("libacme.so is not there")
+
+class Ends(Active):
+    def examine(self):
+        yield HostFinding(status="ok", detail="2.0, half way")
+        os.abort()
+
+class Hangs(Active):
+    def examine(self):
+        threading.Event().wait()
+        yield
+"""
+
+
+@pytest.mark.parametrize(
+    ("adapter", "expected"),
+    [
+        ("Active", ("acme", "2.0", [("ok", "2.0, plugin active")], None)),
+        ("Absent", ("acme", None, [("skip", "acme is not installed")], None)),
+        ("TooOld", ("acme", "1.0", [("fail", "acme 1.0 is too old")], None)),
+        ("Usable", ("acme", "1.0", [("ok", "acme 1.0")], None)),
+        ("Mute", ("mine", None, [("ok", "cannot be asked; its adapter loads")], None)),
+        ("Raises", ("acme", "2.0", [], "ImportError: libacme.so is not there")),
+        ("Ends", ("acme", "2.0", [("ok", "2.0, half way")], "signal 6")),
+        ("Hangs", ("acme", "2.0", [], "no answer within 3 s")),
+    ],
+)
+def test_a_real_child_is_asked_of_the_host(
+    folder: Path, adapter: str, expected: tuple[str, str | None, list[tuple[str, str]], str | None]
+) -> None:
+    (folder / "mr_hosts.py").write_text(HOSTS)
+    _distribution(folder, ADAPTERS, mine=f"mr_hosts:{adapter}")
+    answer = Machine().host("mine", timeout_s=3.0 if adapter == "Hangs" else 60.0)
+    host, version, said, error = expected
+    assert (answer.host, answer.version) == (host, version)
+    assert [(finding.status, finding.detail) for finding in answer.findings] == said
+    assert (answer.error is None) == (error is None)
+    assert (error or "") in (answer.error or "")
+
+
+def test_doctor_and_adapters_agree_on_every_host() -> None:
+    """What the list calls unusable, the doctor does not call fine."""
+    machine = Machine()
+    for plugin in machine.plugins():
+        if plugin.group == ADAPTERS and why_unavailable(plugin) is not None:
+            answer = machine.host(plugin.name)
+            assert answer.error is not None or {finding.status for finding in answer.findings}.isdisjoint({"ok"})
+
+
 def test_plugins_that_end_their_process_hurt_only_their_name(folder: Path) -> None:
     (folder / "mr_bad_dist.py").write_text("import os\nos._exit(9)\n")
     (folder / "mr_good_dist.py").write_text("class Observer: ...\n")
-    for number, (name, module) in enumerate((("bad", "mr_bad_dist"), ("good", "mr_good_dist"))):
-        info = folder / f"mr_dist{number}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mr-dist{number}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[moonrelay.observers]\n{name} = {module}:Observer\n")
+    _distribution(folder, OBSERVERS, bad="mr_bad_dist:Observer", good="mr_good_dist:Observer")
     states = {(state.group, state.name): state for state in Machine().plugins()}
     bad = states[("moonrelay.observers", "bad")]
     assert bad.error is not None
     assert "ends the process" in bad.error
     good = states[("moonrelay.observers", "good")]
-    assert (good.error, good.distribution, good.version) == (None, "mr-dist1", "1.0")
+    assert (good.error, good.distribution, good.version) == (None, "mr-dist-good", "1.0")
     assert ("moonrelay.transfers", "shm") in states
     assert ("moonrelay.observers", "metrics") in states

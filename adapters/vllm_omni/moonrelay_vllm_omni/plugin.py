@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 from moonrelay.errors import PluginError
 
 if TYPE_CHECKING:
+    from moonrelay.cli.bench.host_lanes import HostBench
+    from moonrelay.plugins import HostFinding
     from moonrelay_conformance.targets.adapter import AdapterTarget
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ def register() -> None:
 
     Threads: any.
     """
-    if find_spec(_HOST) is None:
+    if not host_is_there():
         return
     found = host_version()
     refusal = version_refusal(found)
@@ -54,6 +56,11 @@ def register() -> None:
     _enter(_refusing(refusal) if refusal is not None else _make)
     if refusal is None:
         _enter_pipelines()
+
+
+def host_is_there() -> bool:
+    """Return whether the host can be imported; imports nothing."""
+    return find_spec(_HOST) is not None
 
 
 def host_version() -> str | None:
@@ -124,12 +131,32 @@ class VllmOmniAdapter:
         Returns:
             ``(True, versions in words)`` or ``(False, what is missing and how to get it)``.
         """
-        if find_spec(_HOST) is None:
+        from moonrelay_vllm_omni import activity
+
+        if not host_is_there():
             return False, f"{_DISTRIBUTION} not installed; {_REMEDY}"
         refusal = version_refusal(self.host_version())
         if refusal is not None:
             return False, refusal
+        inactive = activity.why_not_loaded()
+        if inactive is not None:
+            return False, f"not active in {_DISTRIBUTION} {self.host_version()}: {inactive.detail}; {inactive.remedy}"
         return True, f"{_DISTRIBUTION} {self.host_version()}"
+
+    def examine(self) -> Iterable[HostFinding]:
+        """Say whether the plugin is active in the host, as ``moonrelay doctor`` shows it.
+
+        Blocks: as `moonrelay_vllm_omni.activity.examine`.
+        """
+        from moonrelay_vllm_omni import activity
+
+        return activity.examine()
+
+    def host_bench(self) -> type[HostBench]:
+        """Return what ``moonrelay bench host vllm-omni`` measures; see `moonrelay_vllm_omni.bench`."""
+        from moonrelay_vllm_omni.bench import OmniBench
+
+        return OmniBench
 
     def conformance_target(self) -> AdapterTarget:
         """Return what the conformance suite tests; see `moonrelay_vllm_omni.conformance`."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
 from moonrelay.errors import ConfigError, WireError
-from moonrelay.plugins import ADAPTERS, Registry
+from moonrelay.plugins import ADAPTERS, HostFinding, Registry
 from moonrelay_conformance.capability import Capability
 from moonrelay_conformance.targets.adapter import Outgoing, SideSettings
-from moonrelay_vllm_omni import plugin
+from moonrelay_vllm_omni import activity, plugin
 from moonrelay_vllm_omni.conformance import VllmOmniSide, VllmOmniTarget
 
 WITHOUT_A_HOST = """
@@ -60,6 +61,78 @@ def test_an_unsupported_host_is_not_available(monkeypatch: pytest.MonkeyPatch) -
     usable, why = plugin.VllmOmniAdapter().available()
     assert not usable
     assert plugin.SUPPORTED in why
+
+
+@pytest.fixture
+def host_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supported host, as far as it shows from outside, in an environment that filters no plugin."""
+    monkeypatch.setattr(plugin, "host_is_there", lambda: True)
+    monkeypatch.setattr(plugin, "host_version", lambda: "0.30.0")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    points = [EntryPoint("moonrelay", "moonrelay_vllm_omni.plugin:register", group) for group in activity.GROUPS]
+    monkeypatch.setattr(activity, "entry_points", EntryPoints(points).select)
+
+
+def one_finding() -> HostFinding:
+    (finding,) = plugin.VllmOmniAdapter().examine()
+    return finding
+
+
+def test_doctor_skips_a_host_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "host_is_there", lambda: False)
+    assert one_finding() == HostFinding(status="skip", detail="not installed")
+
+
+@pytest.mark.usefixtures("host_that_is_there")
+def test_doctor_refuses_an_unsupported_host_with_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "host_version", lambda: "0.31.2")
+    finding = one_finding()
+    assert finding.status == "fail"
+    assert finding.detail.startswith("0.31.2, plugin not active: ")
+    assert plugin.SUPPORTED in finding.detail
+
+
+@pytest.mark.usefixtures("host_that_is_there")
+@pytest.mark.parametrize("allowed", ["", "lora", "lora,moonrelay2", "lora, moonrelay"])
+def test_a_filter_that_leaves_the_plugin_out_is_told_by_doctor_and_list(
+    monkeypatch: pytest.MonkeyPatch, allowed: str
+) -> None:
+    assert plugin.VllmOmniAdapter().available() == (True, "vllm-omni 0.30.0")
+    monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    usable, why = plugin.VllmOmniAdapter().available()
+    assert not usable
+    finding = one_finding()
+    assert finding.status == "warn"
+    assert f"VLLM_PLUGINS={allowed!r}" in finding.detail
+    assert f"VLLM_PLUGINS={allowed!r}" in why
+    assert finding.remedy in why
+
+
+@pytest.mark.usefixtures("host_that_is_there")
+@pytest.mark.parametrize("allowed", ["moonrelay", "lora,moonrelay"])
+def test_a_filter_that_names_the_plugin_takes_it(monkeypatch: pytest.MonkeyPatch, allowed: str) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    assert activity.why_not_loaded() is None
+    assert plugin.VllmOmniAdapter().available()[0]
+
+
+@pytest.mark.usefixtures("host_that_is_there")
+@pytest.mark.parametrize("left", [(), activity.GROUPS[:1], activity.GROUPS[1:]])
+def test_a_distribution_without_its_entry_points_is_told_by_doctor_and_list(
+    monkeypatch: pytest.MonkeyPatch, left: tuple[str, ...]
+) -> None:
+    points = [EntryPoint("moonrelay", "moonrelay_vllm_omni.plugin:register", group) for group in left]
+    monkeypatch.setattr(activity, "entry_points", EntryPoints(points).select)
+    finding = one_finding()
+    assert finding.status == "fail"
+    for group in activity.GROUPS:
+        assert (group in finding.detail.split()) == (group not in left)
+    assert "pip install" in finding.remedy
+    assert not plugin.VllmOmniAdapter().available()[0]
+
+
+def test_the_entry_points_are_those_of_the_distribution() -> None:
+    assert activity.why_not_loaded() is None
 
 
 def test_the_target_declares_what_the_hosts_contract_has_no_word_for() -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 from urllib.parse import urlsplit
 
-from moonrelay.cli.probes import Machine
+from moonrelay.cli.probes import HostState, Machine, PluginState
+from moonrelay.plugins import ADAPTERS
 
 Status = Literal["ok", "warn", "fail", "skip"]
 
@@ -34,6 +35,7 @@ MOONCAKE_DISTRIBUTIONS: Final = (
     "mooncake-transfer-engine-npu",
 )
 MOONCAKE_MODULES: Final = ("mooncake", "mooncake.engine", "mooncake.store")
+#: Hosts that are looked for by name where no adapter speaks for them.
 HOSTS: Final = (("diffusers", "diffusers"), ("vllm-omni", "vllm_omni"), ("sglang", "sglang"), ("lightx2v", "lightx2v"))
 CORE_MODULES: Final = (
     ("msgspec", "msgspec"),
@@ -88,8 +90,7 @@ def examine(machine: Machine, queue_url: str | None = None) -> Iterator[Finding]
         _shared_memory,
         _ports,
         _torch,
-        _hosts,
-        _plugins,
+        _plugins_and_hosts,
         _sqlite,
     )
     for check in checks:
@@ -282,19 +283,40 @@ def _torch(machine: Machine) -> Iterator[Finding]:
         yield Finding(name="cuda", status="skip", detail=f"no device; {build}")
 
 
-def _hosts(machine: Machine) -> Iterator[Finding]:
+def _plugins_and_hosts(machine: Machine) -> Iterator[Finding]:
+    states = machine.plugins()
+    yield from _plugins(states)
+    spoken_for = set()
+    for state in states:
+        if state.group == ADAPTERS and state.error is None:
+            host = machine.host(state.name)
+            spoken_for.add(host.host)
+            yield from _host(host, built_in=state.built_in)
     for distribution, package in HOSTS:
+        if distribution in spoken_for:
+            continue
         version = machine.version(distribution)
-        if version is not None:
-            yield Finding(name=distribution, status="ok", detail=version)
-        elif machine.package_folder(package) is not None:
-            yield Finding(name=distribution, status="ok", detail="importable, without metadata")
-        else:
+        if version is None and machine.package_folder(package) is None:
             yield Finding(name=distribution, status="skip", detail="not installed")
+        else:
+            found = version or "importable, without metadata"
+            yield Finding(name=distribution, status="skip", detail=f"{found}; no adapter for it is installed")
 
 
-def _plugins(machine: Machine) -> Iterator[Finding]:
-    for state in machine.plugins():
+def _host(state: HostState, *, built_in: bool) -> Iterator[Finding]:
+    for finding in state.findings:
+        yield Finding(name=state.host, status=finding.status, detail=finding.detail, remedy=finding.remedy)
+    if state.error is not None:
+        yield Finding(
+            name=state.host,
+            status="fail" if built_in else "warn",
+            detail=f"{state.version or 'no version known'}: asking it failed: {state.error}",
+            remedy=f"try {state.host} without Moonrelay, and reinstall it if it fails alone too",
+        )
+
+
+def _plugins(states: Sequence[PluginState]) -> Iterator[Finding]:
+    for state in states:
         name = f"{state.group}/{state.name}"
         source = f"{state.distribution} {state.version or ''}".strip()
         if state.error is not None:

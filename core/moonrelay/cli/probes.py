@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from moonrelay.plugins import ADAPTERS, OBSERVERS, POLICIES, QUEUES, RELAYS, TRANSFERS
+from moonrelay.plugins import ADAPTERS, OBSERVERS, POLICIES, QUEUES, RELAYS, TRANSFERS, HostFinding
 
 GROUPS: Final = (ADAPTERS, TRANSFERS, RELAYS, QUEUES, POLICIES, OBSERVERS)
 
@@ -39,6 +39,16 @@ for group in sys.argv[1].split(","):
         print(json.dumps({"about": [group, name]}), flush=True)
         info = dataclasses.asdict(registry.describe_one(name))
         print(json.dumps({"info": info}), flush=True)
+"""
+
+#: First what is known without the host, in case asking ends the process.
+_ASK_OF_HOST: Final = """
+import dataclasses, json, sys
+from moonrelay.plugins import ADAPTERS, Registry, ask_of_host, host_of
+adapter = Registry(ADAPTERS).load(sys.argv[1])
+print(json.dumps({"host": host_of(adapter)}), flush=True)
+for finding in ask_of_host(adapter):
+    print("\\n" + json.dumps({"finding": dataclasses.asdict(finding)}), flush=True)
 """
 
 
@@ -82,6 +92,23 @@ class PluginState:
         return {**asdict(self), "ok": self.error is None}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostState:
+    """What an adapter said of its host in a child process.
+
+    Attributes:
+        host: The host's name, else the adapter's.
+        version: The host's version, as far as the adapter knows it.
+        findings: What it found.
+        error: What ended the question early, in one line; ``None`` where nothing did.
+    """
+
+    host: str
+    version: str | None
+    findings: tuple[HostFinding, ...]
+    error: str | None
+
+
 class Machine:
     """This machine.
 
@@ -100,8 +127,9 @@ class Machine:
                 encoding="utf-8",
                 errors="replace",
             )
-        except subprocess.TimeoutExpired:
-            return Ran(code=None, out="", err=f"no answer within {timeout_s:g} s")
+        except subprocess.TimeoutExpired as exc:
+            said = exc.stdout.decode("utf-8", "replace") if isinstance(exc.stdout, bytes) else exc.stdout or ""
+            return Ran(code=None, out=said, err=f"no answer within {timeout_s:g} s")
         except OSError as exc:
             return Ran(code=None, out="", err=str(exc))
         return Ran(code=done.returncode, out=done.stdout, err=done.stderr)
@@ -222,7 +250,7 @@ class Machine:
         while True:
             ran = self.python(_LOAD_PLUGINS, ",".join(GROUPS), *done)
             broken: tuple[str, str] | None = None
-            for message in _messages(ran.out):
+            for message in _messages(ran.out, "about", "info"):
                 if "about" in message:
                     broken = (message["about"][0], message["about"][1])
                 else:
@@ -236,14 +264,30 @@ class Machine:
             states.append(_ended(broken, f"loading it ends the process: {reason}"))
             done.append(f"{broken[0]}/{broken[1]}")
 
+    def host(self, adapter: str, timeout_s: float = 120.0) -> HostState:
+        """Have an adapter look at its host, in a child process: hosts are slow to import, and may end their process."""
+        ran = self.python(_ASK_OF_HOST, adapter, timeout_s=timeout_s)
+        host: str | None = None
+        version: str | None = None
+        findings: list[HostFinding] = []
+        for message in _messages(ran.out, "host", "finding"):
+            if "finding" in message:
+                findings.append(HostFinding(**message["finding"]))
+            else:
+                host, version = message["host"]
+        error = None
+        if ran.code != 0:
+            error = f"signal {-ran.code}: {ran.last_line}" if ran.code is not None and ran.code < 0 else ran.last_line
+        return HostState(host=host or adapter, version=version, findings=tuple(findings), error=error)
 
-def _messages(text: str) -> Iterator[dict[str, Any]]:
+
+def _messages(text: str, *keys: str) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
         try:
             message = json.loads(line)
         except ValueError:
             continue
-        if isinstance(message, dict) and ("about" in message or "info" in message):
+        if isinstance(message, dict) and any(key in message for key in keys):
             yield message
 
 

@@ -63,6 +63,15 @@ FAMILIES: Final = (
 )
 
 
+#: How a family is divided, by what the pipeline's name ends with.
+_DIVISIONS: Final = ("", "_decode_apart")
+
+
+def names() -> tuple[str, ...]:
+    """Return what a deploy YAML may name as its ``pipeline``."""
+    return tuple(family.pipeline + suffix for family in FAMILIES for suffix in _DIVISIONS)
+
+
 def register() -> None:
     """Make the pipelines known to the host, in this process. Idempotent.
 
@@ -100,15 +109,13 @@ def _pipelines(family: Family) -> Iterator[Any]:
     from vllm_omni.config.stage_config import PipelineConfig
 
     decode = {"takes": family.result, "final_output": True, "final_output_type": family.output}
-    divisions: dict[str, list[tuple[str, dict[str, Any]]]] = {
-        "": [
-            ("Encode", {"sends": family.condition}),
-            ("Denoise", {"takes": family.condition, "sends": family.result}),
-            ("Decode", decode),
-        ],
-        "_decode_apart": [("EncodeDenoise", {"sends": family.result}), ("Decode", decode)],
-    }
-    for suffix, stages in divisions.items():
+    three: list[tuple[str, dict[str, Any]]] = [
+        ("Encode", {"sends": family.condition}),
+        ("Denoise", {"takes": family.condition, "sends": family.result}),
+        ("Decode", decode),
+    ]
+    two: list[tuple[str, dict[str, Any]]] = [("EncodeDenoise", {"sends": family.result}), ("Decode", decode)]
+    for suffix, stages in zip(_DIVISIONS, (three, two), strict=True):
         yield PipelineConfig(
             model_type=family.pipeline + suffix,
             model_arch=family.classes + stages[-2][0],
