@@ -47,6 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker; with a target named, take the suite's module where no file is given."""
     config.addinivalue_line("markers", "moonrelay_promise(promise): what a test of a conformance suite promises")
+    config.addinivalue_line("markers", "timeout(seconds): bound of one test, where pytest-timeout is installed")
     pytest.register_assert_rewrite("moonrelay_conformance.suites")
     named = config.getoption("moonrelay_target", None)
     if named:

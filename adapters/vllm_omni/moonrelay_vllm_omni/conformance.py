@@ -20,9 +20,9 @@ from moonrelay.connector import DiffusionConnector
 from moonrelay.errors import ConfigError, DeadlineExceeded, MoonrelayError, WireError
 from moonrelay_conformance.capability import Capability, Support
 from moonrelay_conformance.sides.connector_side import RECORDS_BYTES, mode_of
-from moonrelay_conformance.targets.adapter import AdapterSide, Outgoing, SideSettings, Ticket
+from moonrelay_conformance.targets.adapter import AdapterSide, Outgoing, PipelineRun, SideSettings, Ticket
 from moonrelay_conformance.targets.connector import ConnectorGround, ConnectorTarget
-from moonrelay_vllm_omni import plugin
+from moonrelay_vllm_omni import plugin, real_run
 from moonrelay_vllm_omni.directory import KeyDirectory
 from moonrelay_vllm_omni.mapping import RawBuffer
 from moonrelay_vllm_omni.receiving import is_lost
@@ -47,6 +47,10 @@ class VllmOmniSide(AdapterSide):
         self._numbers = itertools.count()
         self._usual = (1, settings.lease_ttl_s)
         self._connectors: dict[tuple[int, float], Any] = {}
+
+    @classmethod
+    def prepare(cls) -> None:
+        plugin.register()  # imports the host
 
     def start(self) -> None:
         plugin.register()
@@ -108,11 +112,16 @@ class VllmOmniSide(AdapterSide):
         made = self._connectors.get((readers, life_s))
         if made is None:
             made = self._connectors[readers, life_s] = _create(
-                {**self._extra(), "readers": readers, "lease_ttl_s": life_s}
+                {**self.extra(), **self._place(), "readers": readers, "lease_ttl_s": life_s}
             )
         return made
 
-    def _extra(self) -> dict[str, Any]:
+    def _place(self) -> dict[str, Any]:
+        """Return what the host adds to a connector's ``extra``."""
+        producer = self.settings.role == "producer"
+        return {"role": "sender" if producer else "receiver", "stage_id": 0 if producer else 1}
+
+    def extra(self) -> dict[str, Any]:
         """Return what a deploy YAML would hold.
 
         Raises:
@@ -125,8 +134,6 @@ class VllmOmniSide(AdapterSide):
             options |= {"inner": engine, "faults": list(settings.faults.engine)}
             engine = "faulty"
         extra: dict[str, Any] = {
-            "role": "sender" if settings.role == "producer" else "receiver",
-            "stage_id": 0 if settings.role == "producer" else 1,
             "transfer_mode": mode_of(settings.route),
             "engine": engine,
             "engine_options": options,
@@ -177,6 +184,7 @@ class VllmOmniTarget(ConnectorTarget):
 
     name = "vllm-omni"
     side = "moonrelay_vllm_omni.conformance:VllmOmniSide"
+    forked = True
     #: What the host's contract has no word for.
     WITHOUT: ClassVar[frozenset[Capability]] = frozenset(
         {
@@ -191,11 +199,36 @@ class VllmOmniTarget(ConnectorTarget):
     )
 
     def capabilities(self) -> Mapping[Capability, Support]:
-        return {**super().capabilities(), **dict.fromkeys(self.WITHOUT, Support.UNSUPPORTED)}
+        runs, _ = real_run.platform()
+        return {
+            **super().capabilities(),
+            **dict.fromkeys(self.WITHOUT, Support.UNSUPPORTED),
+            Capability.PIPELINE: Support.FULL if runs else Support.UNSUPPORTED,
+        }
 
     def host(self) -> str:
         version = plugin.host_version()
-        return f"vllm-omni {version or 'not installed'} ({self.through()})"
+        if version is None:
+            return f"vllm-omni not installed ({self.through()})"
+        runs, reason = real_run.platform()
+        return f"vllm-omni {version} ({self.through()}{'' if runs else f'; no pipeline run: {reason}'})"
+
+    def pipeline(self, folder: Path, *, timeout_s: float) -> PipelineRun:
+        """Run a tiny random Qwen-Image by the host's engine, undivided and in three stages.
+
+        Args:
+            folder: An empty folder for model, deploy YAML, store and logs.
+            timeout_s: Bound of it all; a minute is usual on two cores, most of it imports of the host.
+
+        Raises:
+            DeadlineExceeded: It took too long; the message says what is missing.
+            PeerLost: A process ended; the message holds its last words.
+            MoonrelayError: The host failed, with its own error.
+        """
+        with self.ground(folder) as ground:
+            settings = ground.settings(SideSettings(role="producer", route="spill", spill_after_s=5.0))
+            painted = real_run.paint(VllmOmniSide(settings).extra(), folder, timeout_s=timeout_s)
+        return PipelineRun(undivided=painted.undivided, divided=painted.divided, processes=real_run.STAGES)
 
     def ground(self, folder: Path) -> ConnectorGround:
         return VllmOmniGround(folder, engine=self.engine, relay=self.relay)
