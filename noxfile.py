@@ -206,20 +206,22 @@ def vllm_omni(session: nox.Session) -> None:
 def matrix(session: nox.Session) -> None:
     """Join the reports in ``out/conformance``; a cell that is worse than in conformance/matrix.md fails.
 
-    ``-- --update`` writes conformance/matrix.md instead.
+    ``-- --update`` writes conformance/matrix.md instead. With ``--keep``, columns of it that have no report here (hosts
+    in environments of their own) stay as they are; without, as in CI, they are missing.
     """
     reports = sorted(str(path) for path in REPORTS.glob("*.json"))
     if not reports:
         session.error(f"no reports in {REPORTS.relative_to(ROOT)}; run `make conformance`")
     command = [sys.executable, "-m", "moonrelay.cli.main", "conformance", "--matrix", *reports]
     command += ["--html", str(REPORTS / "index.html")]
+    kept = ["--keep"] if "--keep" in session.posargs else []
     if "--update" in session.posargs:
         # Tells what changes, columns that were not run among it, and writes it all the same.
-        told = ["--against", str(COMMITTED)] if COMMITTED.exists() else []
+        told = ["--against", str(COMMITTED), *kept] if COMMITTED.exists() else []
         session.run(*command, "--markdown", str(COMMITTED), *told, success_codes=[0, 1])
         return
     session.log(f"{REPORTS.relative_to(ROOT)}/index.html; where a change is meant: make matrix, and commit the file")
-    session.run(*command, "--markdown", str(REPORTS / "matrix.md"), "--against", str(COMMITTED))
+    session.run(*command, "--markdown", str(REPORTS / "matrix.md"), "--against", str(COMMITTED), *kept)
 
 
 @contextmanager

@@ -243,6 +243,7 @@ class TestCommand:
             (["--matrix", "a.json", "--json", "b.json"], "--json goes with a target"),
             (["--matrix", "a.json", "--only", "plain"], "--only goes with a target"),
             (["mr_mini:MiniTarget", "--markdown", "x.md"], "--markdown goes with --matrix"),
+            (["--matrix", "a.json", "--keep"], "name it by --against"),
             (["--matrix"], "needs the reports"),
             (["--matrix", "no-such.json"], "cannot be read"),
         ],
@@ -345,6 +346,20 @@ class TestMatrix:
         assert "✘ worse: adapter:one a: delivered → unsupported" in done.output
         assert "✔ better: adapter:one b: failed → held" in done.output
         assert invoke("--matrix", bad, "--against", committed).exit_code == 0
+
+    def test_a_column_that_was_not_run_is_missing_unless_it_is_kept(self, tmp_path: Path) -> None:
+        one = written(tmp_path, "one", case(Outcome.DELIVERED, "1"))
+        both = (one, written(tmp_path, "two", case(Outcome.DELIVERED, "1")))
+        committed = tmp_path / "matrix.md"
+        invoke("--matrix", *both, "--markdown", str(committed))
+        before = committed.read_text()
+        done = invoke("--matrix", one, "--against", str(committed))
+        assert done.exit_code == 1
+        assert "✘ missing: column adapter:two" in done.output
+        done = invoke("--matrix", one, "--against", str(committed), "--markdown", str(committed), "--keep")
+        assert done.exit_code == 0, done.output
+        assert "○ kept as committed, not run: adapter:two" in done.output
+        assert committed.read_text() == before
 
     def test_a_committed_file_that_is_none_is_2(self, tmp_path: Path) -> None:
         (tmp_path / "m.md").write_text("nothing\n")

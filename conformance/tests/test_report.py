@@ -11,7 +11,7 @@ from moonrelay.errors import ConfigError, VersionError, WireError
 from moonrelay_conformance.report import markdown
 from moonrelay_conformance.report.compare import compare
 from moonrelay_conformance.report.markdown import Said
-from moonrelay_conformance.report.matrix import Matrix, cell_of, join, load
+from moonrelay_conformance.report.matrix import Matrix, cell_of, join, keep, load
 from moonrelay_conformance.report.matrix_page import matrix_page
 from moonrelay_conformance.report.page import page
 from moonrelay_conformance.report.text import SIGNS, one_line
@@ -64,6 +64,60 @@ class TestCell:
     @pytest.mark.parametrize("better", [one for one in Outcome if one is not Outcome.FAILED])
     def test_nothing_hides_a_failure(self, better: Outcome) -> None:
         assert cell_of([result("a", better), result("a", Outcome.FAILED)]).outcome is Outcome.FAILED
+
+
+class TestKept:
+    """Columns of a committed matrix beside new reports."""
+
+    def committed(self) -> str:
+        return markdown.write(
+            join(
+                [
+                    report(
+                        delivered("a", "1"),
+                        result("b", Outcome.REFUSED, code="unsupported_tensor", route="p2p"),
+                        delivered("b", "2", "store"),
+                        result("c", Outcome.UNSUPPORTED, reason="needs claim (not | declared)", level=Level.L2),
+                        result("d", Outcome.FAILED, reason="not committed", route="p2p"),
+                    ),
+                    report(delivered("a", "1"), name="other"),
+                    report(result("p", Outcome.HELD, kind=Kind.PROMISE), name="shm", kind="engine", complete=False),
+                ]
+            )
+        )
+
+    def test_what_is_read_is_written_again_as_it_was(self) -> None:
+        text = self.committed()
+        assert markdown.write(markdown.read(text)) == text
+
+    def test_a_new_column_leaves_the_others_as_they_are(self) -> None:
+        before = markdown.read(self.committed())
+        new = join([report(delivered("a", "1"), delivered("e", "5"), name="newest")])
+        text = markdown.write(keep(new, before))
+        assert markdown.cells_of(markdown.read(text)) == {**markdown.cells_of(before), **markdown.cells_of(new)}
+        assert [one.key for one in markdown.read(text).columns] == [
+            "adapter:diffusers",
+            "adapter:newest",
+            "adapter:other",
+            "engine:shm",
+        ]
+        assert "incomplete" in text
+
+    def test_a_column_with_a_report_is_not_kept(self) -> None:
+        new = join([report(delivered("a", "1"))])
+        kept = markdown.cells_of(keep(new, markdown.read(self.committed())))
+        assert {check for _, column, check in kept if column == "adapter:diffusers"} == {"a"}
+
+    def test_another_version_is_refused(self) -> None:
+        before = markdown.read(self.committed().replace("corpus 1.", "corpus 0.", 1))
+        with pytest.raises(ConfigError, match="corpus version 0 cannot be kept beside 1"):
+            keep(join([report(delivered("a", "1"))]), before)
+
+    @pytest.mark.parametrize("cut", ["Suite ", "| `adapter:other` |"])
+    def test_an_edited_file_is_refused(self, cut: str) -> None:
+        text = "\n".join(line for line in self.committed().splitlines() if not line.startswith(cut))
+        with pytest.raises(ConfigError, match="make it with"):
+            markdown.read(text)
 
 
 class TestMatrix:

@@ -7,14 +7,14 @@ failed cell's reason says may differ from run to run, so it stands in the page a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from moonrelay.errors import ConfigError
-from moonrelay_conformance.report.matrix import Cell, Matrix, Table
+from moonrelay_conformance.report.matrix import Cell, Column, Matrix, Row, Table
 from moonrelay_conformance.report.text import MEANINGS, SIGNS, word
-from moonrelay_conformance.results import Outcome
+from moonrelay_conformance.results import Level, Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,9 @@ _FIRST: Final = ("level", "check", "what is promised")
 _WORDS: Final = {word(outcome): outcome for outcome in Outcome}
 _CELL: Final = re.compile(rf"^(?:\S )?({'|'.join(map(re.escape, _WORDS))})(?: \(([^()]*)\))?(?=$|[\s:(])")
 _SPLIT: Final = re.compile(r"(?<!\\)\|")
+_VERSIONS: Final = re.compile(r"^Suite (\S+), corpus (\d+)\.$", re.MULTILINE)
+_COLUMN: Final = re.compile(r"^\| `(?P<key>[^`]+)` \| (?P<about>.*) \| (?P<checks>all|incomplete) \|$", re.MULTILINE)
+_COMPARED: Final = re.compile(r"agree in all of (\d+) cases and scenarios")
 
 
 def write(matrix: Matrix) -> str:
@@ -99,6 +102,47 @@ def parse(text: str, *, source: str = "the matrix") -> Cells:
     return cells
 
 
+def read(text: str, *, source: str = "the matrix") -> Matrix:
+    """Read a matrix that `write` made; what it does not tell (why something failed, who disagrees) is not there.
+
+    Raises:
+        ConfigError: As `parse`, or it says no version, or nothing of a column.
+    """
+    cells = parse(text, source=source)
+    versions = _VERSIONS.search(text)
+    if versions is None:
+        raise _edited(f"{source} says no version of suite and corpus")
+    about = {found["key"]: found for found in _COLUMN.finditer(text)}
+    columns: dict[str, Column] = {}
+    tables = []
+    for heading, head, lines in _tables(text):
+        for key in head:
+            if key not in about:
+                raise _edited(f"{source} says nothing of {key}")
+            complete = about[key]["checks"] == "all"
+            columns[key] = Column(
+                key=key, kind=key.partition(":")[0], about=about[key]["about"].replace("\\|", "|"), complete=complete
+            )
+        rows = []
+        for level, id_, title, *said in lines:
+            found = {
+                key: _cell_of(cells[heading, key, id_.strip("`")], one)
+                for key, one in zip(head, said, strict=True)
+                if one
+            }
+            rows.append(Row(id=id_.strip("`"), level=Level(level), title=title, cells=found))
+        tables.append(Table(heading=heading, columns=head, rows=tuple(rows)))
+    compared = _COMPARED.search(text)
+    return Matrix(
+        suite_version=versions[1],
+        corpus_version=int(versions[2]),
+        columns=tuple(columns[key] for key in about if key in columns),
+        tables=tuple(tables),
+        disagreements=(),
+        compared=int(compared[1]) if compared else 0,
+    )
+
+
 def cells_of(matrix: Matrix) -> Cells:
     """Return the cells of a matrix in the form of `parse`."""
     return {
@@ -107,6 +151,26 @@ def cells_of(matrix: Matrix) -> Cells:
         for row in table.rows
         for column, cell in row.cells.items()
     }
+
+
+def _tables(text: str) -> Iterator[tuple[str, tuple[str, ...], list[list[str]]]]:
+    """Yield heading, columns and rows of each table of checks."""
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        heading, *lines = section.splitlines()
+        rows = [parts for parts in map(_parts, lines) if parts and not set("".join(parts)) <= set("-: ")]
+        if rows and tuple(rows[0][: len(_FIRST)]) == _FIRST:
+            yield heading.strip(), tuple(part.strip("`") for part in rows[0][len(_FIRST) :]), rows[1:]
+
+
+def _cell_of(said: Said, text: str) -> Cell:
+    """Return a cell as `_cell` wrote it."""
+    found = _CELL.match(text)
+    assert found is not None
+    rest = text[found.end() :].removeprefix(": ")
+    routes = tuple(sorted(said.routes))
+    if said.outcome is Outcome.UNSUPPORTED:
+        return Cell(outcome=said.outcome, routes=routes, reason=rest)
+    return Cell(outcome=said.outcome, routes=routes, code=rest if said.outcome is Outcome.REFUSED else "")
 
 
 def _agreement(matrix: Matrix) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from moonrelay.errors import ConfigError
@@ -168,6 +168,46 @@ def join(reports: Sequence[Report]) -> Matrix:
     )
 
 
+def keep(matrix: Matrix, committed: Matrix) -> Matrix:
+    """Return a matrix with the columns of a committed one that it does not have, as they stand there.
+
+    What a kept column delivered is not compared again with the others: digests are not committed.
+
+    Raises:
+        ConfigError: The committed one is of another version of suite or corpus.
+    """
+    for name in ("suite_version", "corpus_version"):
+        ours, theirs = getattr(matrix, name), getattr(committed, name)
+        if ours != theirs:
+            message = f"columns of {name.replace('_', ' ')} {theirs} cannot be kept beside {ours}; run them again"
+            raise ConfigError(message, field="keep")
+    kinds = [kind for kind, check, _ in _TABLES if check in (None, Kind.CASE)]
+    ours = {column.key for column in matrix.columns}
+    columns = [*matrix.columns, *(column for column in committed.columns if column.key not in ours)]
+    columns.sort(key=lambda one: (_position(kinds, one.kind), one.key))
+    rows = {(table.heading, row.id): row for table in matrix.tables for row in table.rows}
+    for table in committed.tables:
+        for row in table.rows:
+            kept = {key: cell for key, cell in row.cells.items() if key not in ours}
+            if kept:
+                there = rows.get((table.heading, row.id), replace(row, cells={}))
+                rows[table.heading, row.id] = replace(there, cells={**there.cells, **kept})
+    tables = [
+        Table(
+            heading=heading,
+            columns=tuple(column.key for column in columns if column.kind == kind),
+            rows=tuple(sorted((row for (at, _), row in rows.items() if at == heading), key=_place)),
+        )
+        for kind, _, heading in _TABLES
+    ]
+    return replace(
+        matrix,
+        columns=tuple(columns),
+        tables=tuple(table for table in tables if table.rows),
+        compared=max(matrix.compared, committed.compared),
+    )
+
+
 def cell_of(results: Sequence[Result]) -> Cell:
     """Return what a cell says of one check's results, one for each route."""
     ended = worst(result.outcome for result in results)
@@ -236,7 +276,11 @@ def _table(kind: str, check: Kind | None, heading: str, named: Mapping[str, Repo
         )
         for id_, cells in found.items()
     ]
-    return Table(heading=heading, columns=columns, rows=tuple(sorted(rows, key=lambda row: (row.level, row.id))))
+    return Table(heading=heading, columns=columns, rows=tuple(sorted(rows, key=_place)))
+
+
+def _place(row: Row) -> tuple[Level, str]:
+    return row.level, row.id
 
 
 def _compare(adapters: Mapping[str, Report]) -> tuple[list[Disagreement], int]:

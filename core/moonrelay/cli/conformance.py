@@ -80,6 +80,9 @@ def conformance(
     matrix: Annotated[bool, typer.Option("--matrix", help="Join reports instead of running the suite.")] = False,
     markdown: Annotated[str, typer.Option(metavar="FILE", help="With --matrix: write Markdown.")] = "",
     against: Annotated[str, typer.Option(metavar="FILE", help="With --matrix: a committed matrix, as Markdown.")] = "",
+    keep: Annotated[
+        bool, typer.Option("--keep", help="With --against: keep its columns that no report is of.")
+    ] = False,
 ) -> None:
     """Run the conformance suite against an adapter, engine, relay or queue; or join reports into a matrix."""
     given = names or []
@@ -89,8 +92,11 @@ def conformance(
     if matrix and (json_file or only):
         message = f"{'--json' if json_file else '--only'} goes with a target, not with --matrix"
         raise ConfigError(message, field="json" if json_file else "only")
+    if keep and not against:
+        message = "--keep takes columns of a committed matrix; name it by --against"
+        raise ConfigError(message, field="keep")
     if matrix:
-        _join(given, markdown=markdown, html=html, against=against)
+        _join(given, markdown=markdown, html=html, against=against, keep=keep)
     elif list_targets:
         _list()
     else:
@@ -208,9 +214,10 @@ def _summarise(console: Console, report: Report, name: str) -> None:
     console.print(Text(", ".join([line, *notes]), style=style), soft_wrap=True)
 
 
-def _join(paths: Sequence[str], *, markdown: str, html: str, against: str) -> None:
+def _join(paths: Sequence[str], *, markdown: str, html: str, against: str, keep: bool) -> None:
     from moonrelay_conformance.report import compare
     from moonrelay_conformance.report import markdown as as_markdown
+    from moonrelay_conformance.report.matrix import keep as with_kept
     from moonrelay_conformance.report.matrix import load
     from moonrelay_conformance.report.matrix_page import matrix_page
 
@@ -219,10 +226,16 @@ def _join(paths: Sequence[str], *, markdown: str, html: str, against: str) -> No
         raise ConfigError(message, field="matrix")
     joined = load([(path, _read(path, "matrix")) for path in paths])
     changes: Changes | None = None
+    kept: tuple[str, ...] = ()
     if against:
         # Read before anything is written: the two may be one file.
-        committed = as_markdown.parse(_read(against, "against").decode("utf-8", "replace"), source=against)
-        changes = compare.compare(committed, as_markdown.cells_of(joined))
+        committed = _read(against, "against").decode("utf-8", "replace")
+        cells = as_markdown.parse(committed, source=against)
+        if keep:
+            run = {column.key for column in joined.columns}
+            joined = with_kept(joined, as_markdown.read(committed, source=against))
+            kept = tuple(column.key for column in joined.columns if column.key not in run)
+        changes = compare.compare(cells, as_markdown.cells_of(joined))
     text = as_markdown.write(joined)
     if markdown and markdown != _STDOUT:
         _write(markdown, text.encode())
@@ -231,7 +244,7 @@ def _join(paths: Sequence[str], *, markdown: str, html: str, against: str) -> No
     on_stdout = markdown == _STDOUT or not (markdown or html or against)
     if on_stdout:
         typer.echo(text, nl=False)
-    _tell(_console(sys.stderr if on_stdout else sys.stdout), joined, changes)
+    _tell(_console(sys.stderr if on_stdout else sys.stdout), joined, changes, kept)
     if not _holds(joined, changes):
         raise typer.Exit(1)
 
@@ -243,7 +256,7 @@ def _holds(matrix: Matrix, changes: Changes | None) -> bool:
     return not matrix.disagreements and not changes.regressed and all(column.complete for column in matrix.columns)
 
 
-def _tell(console: Console, matrix: Matrix, changes: Changes | None) -> None:
+def _tell(console: Console, matrix: Matrix, changes: Changes | None, kept: Sequence[str]) -> None:
     from rich.text import Text
 
     lines: list[tuple[str, str]] = [("bold red", f"✘ {one.id}: {one.text}") for one in matrix.disagreements]
@@ -253,6 +266,7 @@ def _tell(console: Console, matrix: Matrix, changes: Changes | None) -> None:
         lines += [("bold red", f"✘ missing: {one}") for one in changes.missing]
         lines += [("green", f"✔ better: {one}") for one in changes.better]
         lines += [("dim", f"○ new: {one}") for one in changes.new]
+        lines += [("dim", f"○ kept as committed, not run: {one}") for one in kept]
     else:
         lines += [("bold red", f"✘ failed: {column} {check}") for column, check in matrix.failed]
     checks = sum(len(table.rows) for table in matrix.tables)
