@@ -22,6 +22,7 @@ from moonrelay_conformance.plugin import activate
 from moonrelay_conformance.registry import resolve
 from moonrelay_conformance.results import Level, Result, TargetInfo
 from moonrelay_conformance.run import CHECK_TIMEOUT_S, RunInterrupted, run
+from moonrelay_conformance.targets.adapter import AdapterTarget
 
 #: Exit status of a job that was interrupted.
 INTERRUPTED: Final = 130
@@ -55,10 +56,17 @@ class Wanted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Running(msgspec.Struct, frozen=True, tag=True):
-    """A test begins; ``check`` is what to call it."""
+    """A test begins.
+
+    Attributes:
+        test: Which.
+        check: What to call it.
+        timeout_s: Its own bound, where it has one.
+    """
 
     test: str
     check: str
+    timeout_s: float | None = None
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -95,6 +103,7 @@ class Feed:
         self._orders = orders
         self._events = events
         self._current = ""
+        self._timeout_s: float | None = None
 
     def tell(self, event: Event) -> None:
         """Send a message."""
@@ -111,10 +120,15 @@ class Feed:
         suite = activate(session.config)
         assert suite.target is not None
         self.tell(Collected(suite.target.info(), suite.known(), tuple(item.nodeid for item in tests)))
+        if isinstance(suite.target, AdapterTarget):
+            # The time that a host's import takes is no check's.
+            suite.pool_for(suite.target).prepare(suite.target.side)
         index = self._next()
         while index is not None:
             following = self._next()
             item, self._current = tests[index], tests[index].nodeid
+            own = item.get_closest_marker("timeout")
+            self._timeout_s = float(own.args[0]) if own is not None and own.args else None
             nextitem = None if following is None else tests[following]
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
             index = following
@@ -132,7 +146,7 @@ class Feed:
 
     def running(self, check: str) -> None:
         """Tell that the current test begins."""
-        self.tell(Running(self._current, check))
+        self.tell(Running(self._current, check, self._timeout_s))
 
     def ended(self, result: Result, details: str) -> None:
         """Tell how it went."""

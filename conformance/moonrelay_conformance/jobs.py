@@ -157,6 +157,11 @@ class _Job:
             self.process.stdin.write(msgspec.json.encode(Order(test)) + b"\n")
             self.process.stdin.flush()
 
+    def may_be_silent(self, timeout_s: float | None) -> None:
+        """Bear with it for a check whose own bound is longer than others'."""
+        if timeout_s is not None:
+            self._due = Deadline(max(self._silence_s, timeout_s + SILENCE_S), SystemClock())
+
     def is_silent(self) -> bool:
         """Return whether nothing was heard for too long."""
         return self._due.expired
@@ -289,8 +294,9 @@ class _Division:
                         self._begin(event)
                 case Wanted():
                     job.hand(self._next_for(job))
-                case Running(test, check):
+                case Running(test, check, timeout_s):
                     self._runs(job, test)
+                    job.may_be_silent(timeout_s)
                     if self._progress:
                         self._progress.running(check)
                 case Done(test, result, details):

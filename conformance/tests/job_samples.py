@@ -100,6 +100,7 @@ class Samples(Suite):
     def test_it_expires(self) -> None:
         pytest.fail("must not be run")
 
+    @pytest.mark.timeout(77)
     @promise(Level.L3, "Routes")
     def test_routes(self, route: str, warm: None) -> None:
         assert route

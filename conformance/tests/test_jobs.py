@@ -168,6 +168,23 @@ class TestJobsThatEnd:
             said = {one.reason for one in report.results if one.outcome is Outcome.NOT_RUN}
         assert any("job 1 ended by signal 9" in one for one in said)
 
+    def test_a_check_with_a_longer_bound_of_its_own_may_be_silent_for_longer(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told: list[float | None] = []
+        real = jobs_module._Job.may_be_silent
+
+        def may_be_silent(job: Any, timeout_s: float | None) -> None:
+            told.append(timeout_s)
+            before = job._due.remaining()
+            real(job, timeout_s)
+            assert job._due.remaining() > 77.0 if timeout_s else job._due.remaining() <= before
+
+        monkeypatch.setattr(jobs_module._Job, "may_be_silent", may_be_silent)
+        assert run_jobs("job_samples:CalmTarget", jobs=1, timeout_s=10.0).passed
+        assert told.count(77.0) == 2
+        assert set(told) == {None, 77.0}
+
     def test_a_target_that_cannot_be_had_is_one_line(self) -> None:
         with pytest.raises(RunBroken, match="no_such_module"):
             run_jobs("no_such_module:Target", jobs=2)

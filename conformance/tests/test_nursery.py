@@ -58,6 +58,13 @@ def test_the_host_is_imported_once_for_all_sides(pool: SidePool) -> None:
     assert all(one["prepared_in"] == one["parent"] for one in seen)
 
 
+def test_the_host_can_be_imported_before_a_side_is_needed(pool: SidePool) -> None:
+    pool.prepare(PREPARED)
+    (ready,) = pool._idle
+    assert pool.start(PREPARED, SETTINGS) is ready
+    pool.prepare("side_samples:ThreadedSide")  # what is wrong with it comes with its start
+
+
 def test_the_end_of_a_fork_is_seen_and_hurts_no_other(pool: SidePool) -> None:
     killed, left, other = (pool.start(PREPARED, SETTINGS) for _ in range(3))
     os.kill(killed.pid, signal.SIGKILL)

@@ -23,7 +23,7 @@ import msgspec
 
 from moonrelay.clock import Deadline, SystemClock
 from moonrelay.config import child_environment
-from moonrelay.errors import MoonrelayError, from_wire
+from moonrelay.errors import MoonrelayError, PeerLost, from_wire
 from moonrelay_conformance.sides import probe
 from moonrelay_conformance.sides.nursery import Child, Nursery
 from moonrelay_conformance.sides.probe import Held
@@ -341,6 +341,12 @@ class SidePool:
         self._folder = tempfile.TemporaryDirectory(prefix="moonrelay-sides-")
         self._idle: list[SideProcess] = []
         self._busy: list[SideProcess] = []
+
+    def prepare(self, side: str) -> None:
+        """Where processes are forked, have their host imported now. What fails is left to `start`. Blocks: seconds."""
+        if self._forked:
+            with contextlib.suppress(PeerLost):
+                self._idle.append(self._made(side))
 
     def start(self, side: str, settings: SideSettings) -> SideProcess:
         """Return a process in which ``side`` was made and started.
