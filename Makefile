@@ -35,21 +35,25 @@ lint: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/python -m pytest tests/unit tests/property tests/test_architecture.py $(PYTEST)
+	$(BIN)/python tools/run_tests.py tests/unit tests/property tests/test_architecture.py $(PYTEST)
 
 test: lint
 	$(BIN)/python tools/make_reference.py --check
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python tools/run_tests.py $(PYTEST)
 	$(BIN)/nox --session wheel
 
 wheel: setup
 	$(BIN)/nox --session wheel
 
 conformance: setup
-	$(if $(ARGS),$(BIN)/moonrelay conformance $(ARGS),$(BIN)/nox --session conformance third_party matrix)
+ifneq ($(ARGS),)
+	$(BIN)/moonrelay conformance $(ARGS)
+else
+	@$(BIN)/nox --session conformance third_party; code=$$?; $(BIN)/nox --session matrix -- --keep && exit $$code
+endif
 
 matrix: setup
-	$(BIN)/nox --session matrix -- --update
+	$(BIN)/nox --session matrix -- --update --keep
 
 docs: setup
 	$(BIN)/python tools/make_reference.py
