@@ -68,6 +68,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             {
                 "diffusers": "moonrelay_diffusers.plugin:DiffusersAdapter",
                 "vllm-omni": "moonrelay_vllm_omni.plugin:VllmOmniAdapter",
+                "sglang": "moonrelay_sglang.plugin:SglangAdapter",
             }
         ),
         OBSERVERS: MappingProxyType({"metrics": "moonrelay.metrics:Metrics"}),
@@ -86,6 +87,7 @@ _EXTRA_OF: Final[Mapping[str, str]] = MappingProxyType(
         "redis": "redis",
         "vllm": "vllm-omni",
         "vllm_omni": "vllm-omni",
+        "sglang": "sglang",
         "imageio": "demo",
         "matplotlib": "demo",
         "PIL": "demo",

@@ -79,7 +79,8 @@ class SglangConfig:
         control: The peer channel.
         lease_ttl_s: How long a payload that nobody takes is kept, in seconds: as long as its request may live.
         spill_after_s: In ``auto``, how long an unclaimed payload stays in the sender's memory, in seconds.
-        drain_timeout_s: How long a worker may take, when it ends, to bring unclaimed payloads to the store, in seconds.
+        drain_timeout_s: How long a worker may take, when it ends, to bring unclaimed payloads to the store and let
+            readers finish, in seconds. The host's launcher gives its roles one second in all, then kills them.
         integrity: ``auto``, ``full`` or ``off``.
         auth_key: Shared secret of the deployment.
         slots: How many requests the instance takes at a time.
@@ -103,7 +104,7 @@ class SglangConfig:
     control: ControlConfig = field(default_factory=ControlConfig)
     lease_ttl_s: float = 3660.0
     spill_after_s: float = 5.0
-    drain_timeout_s: float = 10.0
+    drain_timeout_s: float = 0.5
     integrity: str = "auto"
     auth_key: str | None = None
     slots: int = OTHER_SLOTS

@@ -241,7 +241,7 @@ class Failed(Struct, frozen=True, kw_only=True, tag_field="msg_type", tag=FAILED
 
 
 class Finished(Struct, frozen=True, kw_only=True, tag_field="msg_type", tag=FINISHED):
-    """A decoder has sent the result of a request (its frames went before), or an aborted one has come to its end."""
+    """A decoder has sent the result of a request (by another socket), or a released one has come to its end."""
 
     moonrelay: Count
     request_id: Name
