@@ -41,7 +41,7 @@ def against_host(
     nbytes = parse_sizes(sizes)
     for size in nbytes:
         check_size(size)
-    facts = {**host.describe(), "host": bench.host, "rounds": rounds}
+    facts = {**host.describe(), "against": bench.host, "rounds": rounds}
     with tempfile.TemporaryDirectory(prefix="moonrelay-bench-") as folder:
         report = measure(bench, chosen, nbytes, rounds, Path(folder), _say)
     facts["load_1min_after"] = host.load()
@@ -54,7 +54,7 @@ def against_host(
     for table in tables(report):
         console.print(table)
     console.print(
-        f"{facts['host']}; {facts['cpu']}, {facts['cores']} cores, load {facts['load_1min']} to "
+        f"{facts['against']}; {facts['cpu']}, {facts['cores']} cores, load {facts['load_1min']} to "
         f"{facts['load_1min_after']}; {rounds} rounds",
         markup=False,
     )
@@ -114,6 +114,7 @@ def _figures_table(report: Report) -> Table:
             f"{_ms(low)} - {_ms(high)}",
             _ms(row.usable_s),
             _ms(row.first_s),
+            _ms(row.cpu_s),
             _ms(row.copy_s),
             f"{row.ratio_to_copy:.3g}",
             str(row.passes),
@@ -126,17 +127,19 @@ def _factors_table(report: Report) -> Table:
 
     ours = {one.lane for one in report.lanes if one.ours}
     theirs = [one.lane for one in report.lanes if not one.ours]
-    sums = {(row.lane, row.size_bytes): row.sum_s for row in report.rows}
-    table = Table(title="How many times faster than the host's own (ratio of the medians of put + get)")
+    sums = {(row.lane, row.size_bytes): (row.sum_s, row.cpu_s) for row in report.rows}
+    table = Table(
+        title="How many times faster than the host's own: put + get (in brackets: processor time), of medians"
+    )
     for heading in ("size", "lane", *(f"than {lane}" for lane in theirs)):
         table.add_column(heading, justify="left" if heading == "lane" else "right", no_wrap=True)
-    for (lane, nbytes), seconds in sums.items():
+    for (lane, nbytes), (sum_s, cpu_s) in sums.items():
         if lane in ours:
             others = [sums.get((other, nbytes)) for other in theirs]
-            factors = ["-" if other is None else f"{other / seconds:.1f}" for other in others]
+            factors = ["-" if one is None else f"{one[0] / sum_s:.1f} ({one[1] / cpu_s:.1f})" for one in others]
             table.add_row(say_size(nbytes), lane, *factors)
     return table
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -10,6 +10,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -85,12 +86,14 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     Attributes:
         began_s: When, on the machine's monotonic clock, which all its processes share.
         took_s: How long it took, in seconds.
+        cpu_s: Processor time of the whole process: spent by a get, spent in all by the begin of a put or a discard.
         ticket: What the consumer needs.
         notes: What an opened end says of itself.
     """
 
     began_s: float = 0.0
     took_s: float = 0.0
+    cpu_s: float = 0.0
     ticket: bytes = b""
     notes: tuple[str, ...] = ()
 
@@ -256,8 +259,9 @@ class Worker:
             return self._put(self._end, order)
         if isinstance(order, Get):
             return self._get(self._end, order)
+        cpu_s = _processor_s()
         self._end.discard(order.key)
-        return Done()
+        return Done(cpu_s=cpu_s)
 
     def close(self) -> Done:
         """Close the open end, if any."""
@@ -272,16 +276,19 @@ class Worker:
 
     def _put(self, end: End, order: Put) -> Done:
         data = self._payloads.make(order.nbytes, order.stamp)
+        cpu_s = _processor_s()
         began = self._clock.monotonic()
         ticket = end.put(order.key, data)
-        return Done(began_s=began, took_s=self._clock.monotonic() - began, ticket=ticket)
+        return Done(began_s=began, took_s=self._clock.monotonic() - began, cpu_s=cpu_s, ticket=ticket)
 
     def _get(self, end: End, order: Get) -> Done:
+        cpu_s = _processor_s()
         began = self._clock.monotonic()
         found = end.get(order.key, order.ticket)
         took = self._clock.monotonic() - began
+        cpu_s = _processor_s() - cpu_s
         self._payloads.check(found, order.nbytes, order.stamp)
-        return Done(began_s=began, took_s=took)
+        return Done(began_s=began, took_s=took, cpu_s=cpu_s)
 
     def _copy(self, nbytes: int) -> Done:
         import torch
@@ -289,9 +296,11 @@ class Worker:
         if self._scratch is None:
             self._scratch = torch.zeros(self._room.largest, dtype=torch.uint8)
         source, destination = self._payloads.raw(nbytes), self._scratch[:nbytes]
+        cpu_s = _processor_s()
         began = self._clock.monotonic()
         destination.copy_(source)
-        return Done(began_s=began, took_s=self._clock.monotonic() - began)
+        took = self._clock.monotonic() - began
+        return Done(began_s=began, took_s=took, cpu_s=_processor_s() - cpu_s)
 
 
 def _main(
@@ -323,6 +332,11 @@ def _main(
         worker.close()
     finally:
         pipe.close()
+
+
+def _processor_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 def _line(error: BaseException) -> str:

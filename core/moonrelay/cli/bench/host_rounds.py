@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -40,7 +40,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         sum_s: Both, of the same payload.
         usable_s: From the beginning of ``put`` to the end of ``get``, with the message between the processes.
         first_s: ``sum_s`` of the first payload after the lane was opened, which touches its memory.
+        cpu_s: Processor time of both processes for one payload, all their threads; another load distorts it little.
         copy_s: One ``copy_`` of so many bytes, right before.
+        copy_cpu_s: Its processor time.
         ratio_to_copy: ``sum_s`` in copies.
         sum_quartiles_s: Quartiles of ``sum_s``: what the noise of the machine makes of it.
         passes: How many were counted.
@@ -53,7 +55,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     sum_s: float
     usable_s: float
     first_s: float
+    cpu_s: float
     copy_s: float
+    copy_cpu_s: float
     ratio_to_copy: float
     sum_quartiles_s: tuple[float, float]
     passes: int
@@ -93,7 +97,9 @@ class _Pass:
     put_s: float
     get_s: float
     usable_s: float
+    cpu_s: float
     copy_s: float
+    copy_cpu_s: float
 
     @property
     def sum_s(self) -> float:
@@ -133,25 +139,34 @@ def measure(
     Raises:
         MoonrelayError: The processes cannot be started. A lane's own failure is in the report.
 
-    Blocks: for the measurement, minutes.
+    Blocks: for the measurement, minutes. Ctrl-C ends it with the figures so far.
     """
     known = {lane.name: _Known(lane) for lane in lanes}
     with bench().shared(tuple(known), max(sizes), folder) as shared:
         room = Room(largest=max(sizes), shared=shared)
         with _Runs(bench, room, folder) as runs:
-            for one in known.values():
-                if one.lane.fix:
-                    tell(f"{one.lane.name} as released")
-                    one.as_released = runs.as_released(one.lane)
-            draw = random.Random(0)
-            for number in range(rounds):
-                for name in draw.sample(list(known), len(known)):
-                    one = known[name]
-                    if not one.error:
-                        tell(f"round {number + 1} of {rounds}: {name}")
-                        runs.turn(one, sizes)
+            try:
+                _take_turns(runs, known, sizes, rounds, tell)
+            except KeyboardInterrupt:
+                tell("stopped; these are the figures so far")
     rows = [row for nbytes in sizes for one in known.values() for row in _rows(one, nbytes)]
     return Report(lanes=tuple(_report(one) for one in known.values()), rows=tuple(rows))
+
+
+def _take_turns(
+    runs: _Runs, known: Mapping[str, _Known], sizes: Sequence[int], rounds: int, tell: Callable[[str], None]
+) -> None:
+    for one in known.values():
+        if one.lane.fix:
+            tell(f"{one.lane.name} as released")
+            one.as_released = runs.as_released(one.lane)
+    draw = random.Random(0)
+    for number in range(rounds):
+        for name in draw.sample(list(known), len(known)):
+            one = known[name]
+            if not one.error:
+                tell(f"round {number + 1} of {rounds}: {name}")
+                runs.turn(one, sizes)
 
 
 class _Runs:
@@ -187,8 +202,8 @@ class _Runs:
             one.notes = self._open().open(one.lane.name)
             for nbytes in sizes:
                 one.first.setdefault(nbytes, []).append(self._pass(nbytes).sum_s)
-                passes = one.passes.setdefault(nbytes, [])
-                passes += [self._pass(nbytes) for _ in range(turn_passes(nbytes))]
+                for _ in range(turn_passes(nbytes)):
+                    one.passes.setdefault(nbytes, []).append(self._pass(nbytes))
         except MoonrelayError as exc:
             one.error = exc.message
             self._recover(exc)
@@ -202,10 +217,17 @@ class _Runs:
         copied = pair.consumer.ask(Copy(nbytes=nbytes))
         put = pair.producer.ask(Put(key=key, nbytes=nbytes, stamp=number))
         got = pair.consumer.ask(Get(key=key, nbytes=nbytes, stamp=number, ticket=put.ticket))
-        for stage in (pair.consumer, pair.producer):
-            stage.ask(Discard(key=key))
-        usable_s = got.began_s + got.took_s - put.began_s
-        return _Pass(put_s=put.took_s, get_s=got.took_s, usable_s=usable_s, copy_s=copied.took_s)
+        pair.consumer.ask(Discard(key=key))
+        # The producer's work may go on behind `put`, so it is counted until here.
+        left = pair.producer.ask(Discard(key=key))
+        return _Pass(
+            put_s=put.took_s,
+            get_s=got.took_s,
+            usable_s=got.began_s + got.took_s - put.began_s,
+            cpu_s=left.cpu_s - put.cpu_s + got.cpu_s,
+            copy_s=copied.took_s,
+            copy_cpu_s=copied.cpu_s,
+        )
 
     def _open(self) -> Pair:
         if self._pair is None:
@@ -252,7 +274,9 @@ def _rows(one: _Known, nbytes: int) -> list[Row]:
             sum_s=median_s(sums),
             usable_s=median_s([each.usable_s for each in passes]),
             first_s=median_s(one.first[nbytes]),
+            cpu_s=median_s([each.cpu_s for each in passes]),
             copy_s=round(copy_s, 7),
+            copy_cpu_s=median_s([each.copy_cpu_s for each in passes]),
             ratio_to_copy=round(statistics.median(sums) / copy_s, 2),
             sum_quartiles_s=(round(low, 7), round(high, 7)),
             passes=len(passes),
