@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -199,18 +199,23 @@ class VllmOmniTarget(ConnectorTarget):
     )
 
     def capabilities(self) -> Mapping[Capability, Support]:
-        runs, _ = real_run.platform()
+        runs, _ = self._platform
         return {
             **super().capabilities(),
             **dict.fromkeys(self.WITHOUT, Support.UNSUPPORTED),
             Capability.PIPELINE: Support.FULL if runs else Support.UNSUPPORTED,
         }
 
+    @cached_property
+    def _platform(self) -> tuple[bool, str]:
+        """Whether the host's engine can run here: the same at each of the thousands of times that it is asked."""
+        return real_run.platform()
+
     def host(self) -> str:
         version = plugin.host_version()
         if version is None:
             return f"vllm-omni not installed ({self.through()})"
-        runs, reason = real_run.platform()
+        runs, reason = self._platform
         return f"vllm-omni {version} ({self.through()}{'' if runs else f'; no pipeline run: {reason}'})"
 
     def pipeline(self, folder: Path, *, timeout_s: float) -> PipelineRun:
