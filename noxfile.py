@@ -30,6 +30,8 @@ ROOT = Path(__file__).parent
 #: Sessions that run a host's own adapter tests in an environment of their own; .ci/run runs them all. Each leaves the
 #: report of its adapter in REPORTS, as ``third_party`` does.
 HOST_SESSIONS: tuple[str, ...] = ("vllm_omni",)
+#: What needs no service and no process beside it.
+FAST_TESTS = ("tests/unit", "tests/property", "tests/test_architecture.py")
 #: What ``conformance`` runs the suite against, in the environment that runs nox.
 TARGETS = (
     "engine:memory",
@@ -51,15 +53,7 @@ PLANTED = "test_structure_is_kept"
 @nox.session(venv_backend="none")
 def unit(session: nox.Session) -> None:
     """Run the fast tests in the environment that runs nox."""
-    session.run(
-        sys.executable,
-        "-m",
-        "pytest",
-        "tests/unit",
-        "tests/property",
-        "tests/test_architecture.py",
-        *session.posargs,
-    )
+    session.run(sys.executable, "tools/run_tests.py", *FAST_TESTS, *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -101,9 +95,7 @@ def wheel(session: nox.Session) -> None:
     )
     if str(ROOT / "core") in json.loads(str(where)):
         session.error(f"the tests would run against the checkout: {where}")
-    session.run(
-        "python", "-m", "pytest", "tests/unit", "tests/property", "tests/test_architecture.py", *session.posargs
-    )
+    session.run("python", str(ROOT / "tools" / "run_tests.py"), *FAST_TESTS, *session.posargs)
 
 
 @nox.session(venv_backend="none")
