@@ -816,7 +816,8 @@ def test_an_ack_that_finds_no_producer_consumes_what_was_relayed(make: Make) -> 
 def test_a_spilled_payload_can_be_aborted_released_and_expire(make: Make) -> None:
     producer = make(mode="auto", spill_after_s=0.0)
     for end in ("abort", "release", "expire"):
-        publication = producer.open(payload(latents(), lease=DeleteOnConsume(1.0 if end == "expire" else 60.0)))
+        # The lease that expires is long enough to be spilled first.
+        publication = producer.open(payload(latents(), lease=DeleteOnConsume(3.0 if end == "expire" else 60.0)))
         publication.ready(0)
         publication.wait("spilled", 5)
         if end == "abort":
