@@ -98,7 +98,7 @@ class HostEngine:
                         client.check_health()
                         break
                 except EngineDeadError as exc:
-                    texts.append(str(exc))
+                    texts.append(str(exc.args[-1]) if exc.args else str(exc))  # the host's own words come last
             else:
                 text = "; ".join(texts) or "its process has ended"
                 found.append(Death(stage=int(pool.stage_id), text=text.rstrip(".")))

@@ -43,7 +43,7 @@ def mp4(frames: Sequence[Any], fps: int) -> bytes:
     pixels = _pixels(frames)
     codec = next(name for name in _CODECS if name in av.codecs_available)
     held = io.BytesIO()
-    with av.open(held, mode="w", format="mp4", options={"movflags": "+faststart"}) as container:
+    with av.open(held, mode="w", format="mp4") as container:
         stream = container.add_stream(codec, rate=Fraction(fps))
         stream.height, stream.width = pixels.shape[1:3]
         stream.pix_fmt = "yuv420p"
