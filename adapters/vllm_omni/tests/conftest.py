@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
-import secrets
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -14,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omni_peer import StagePeer
+from omni_peer import StagePeer, new_place, settings_in
 
 from moonrelay.transfer.shm import sweep_orphans
 from moonrelay_vllm_omni.connector import StageConnector
@@ -48,10 +45,7 @@ def pytest_report_header() -> str | None:
 @pytest.fixture
 def place() -> Iterator[Path]:
     """A folder in shared memory for one test's store and segments."""
-    shared = Path("/dev/shm")
-    base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-    folder = base / f"moonrelay-omni-test-{secrets.token_hex(6)}"
-    (folder / "segments").mkdir(parents=True, mode=0o700)
+    folder = new_place()
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -59,18 +53,7 @@ def place() -> Iterator[Path]:
 @pytest.fixture
 def extra(place: Path) -> dict[str, Any]:
     """What a deploy YAML would hold, with short times."""
-    return {
-        "engine": "shm",
-        "engine_options": {"directory": str(place / "segments")},
-        "store": f"local://{place / 'store'}",
-        "pool_bytes": 64 << 20,
-        "lease_ttl_s": 30.0,
-        "retry_s": 0.2,
-        "peer_timeout_s": 1.5,
-        "renew_s": 0.3,
-        "claim_ttl_s": 1.5,
-        "drain_timeout_s": 2.0,
-    }
+    return settings_in(place)
 
 
 @pytest.fixture

@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from typing import Any
 import torch
 
 ANSWER_TIMEOUT_S = 120.0
+#: The host is imported then: ten seconds of a core's own, and minutes on a busy machine.
+START_TIMEOUT_S = 270.0
 
 
 class PeerFailed(Exception):
@@ -63,20 +67,48 @@ def digest(value: Any) -> str:
     return seen.hexdigest()
 
 
+def settings_in(place: Path) -> dict[str, Any]:
+    """Return what a deploy YAML would hold, with everything in one folder, and short times."""
+    return {
+        "engine": "shm",
+        "engine_options": {"directory": str(place / "segments")},
+        "store": f"local://{place / 'store'}",
+        "pool_bytes": 64 << 20,
+        "lease_ttl_s": 30.0,
+        "retry_s": 0.2,
+        "peer_timeout_s": 1.5,
+        "renew_s": 0.3,
+        "claim_ttl_s": 1.5,
+        "drain_timeout_s": 2.0,
+    }
+
+
+def new_place() -> Path:
+    """Make a folder in shared memory, where there is some, for stores and segments."""
+    shared = Path("/dev/shm")
+    base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    folder = base / f"moonrelay-omni-test-{secrets.token_hex(6)}"
+    (folder / "segments").mkdir(parents=True, mode=0o700)
+    return folder
+
+
 def store_keys(place: Path) -> list[str]:
     """Return what lies in a test's store, by the system's listing."""
     return sorted(path.name for path in (place / "store" / "objects").glob("*"))
 
 
 class StagePeer:
-    """One `main` process."""
+    """One `main` process; a subclass names another script, whose ``main`` serves other orders."""
+
+    script = __file__
 
     def __init__(self, extra: dict[str, Any], *, host: bool) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            [sys.executable, self.script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
-        self.do("make", extra=extra, host=host)
+        self.send("make", extra=extra, host=host)
+        self.answer(START_TIMEOUT_S)
 
     @property
     def pid(self) -> int:
@@ -87,9 +119,9 @@ class StagePeer:
         self._process.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
         self._process.stdin.flush()
 
-    def answer(self) -> Any:
+    def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], ANSWER_TIMEOUT_S)
+        ready, _, _ = select.select([self._process.stdout], [], [], timeout_s)
         line = self._process.stdout.readline() if ready else b""
         if not line:
             raise PeerFailed("Ended", f"no answer, exit code {self._process.poll()}")
@@ -115,7 +147,7 @@ class StagePeer:
                 stream.close()
 
 
-class _Served:
+class Served:
     """The other end."""
 
     def __init__(self) -> None:
@@ -154,10 +186,9 @@ class _Served:
         self.connector.close()
 
 
-def main() -> None:
+def main(served: Any) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    served = _Served()
     for line in sys.stdin:
         order = json.loads(line)
         try:
@@ -169,4 +200,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Served())

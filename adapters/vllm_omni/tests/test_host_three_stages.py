@@ -151,8 +151,12 @@ def test_a_killed_decode_stage_fails_the_request_in_time_and_leaves_nothing(engi
 
 @pytest.mark.parametrize(
     ("family", "name", "stages"),
-    [("qwen_image", "qwen_image_decode_apart", 2), ("wan", "wan_three_stages", 3)],
-    ids=["qwen_image_decode_apart", "wan_three_stages"],
+    [
+        ("qwen_image", "qwen_image_decode_apart", 2),
+        ("wan", "wan_three_stages", 3),
+        ("wan", "wan_decode_apart", 2),
+    ],
+    ids=["qwen_image_decode_apart", "wan_three_stages", "wan_decode_apart"],
 )
 def test_the_other_examples_paint_the_same(
     undivided: Undivided, start: Start, place: Path, family: str, name: str, stages: int
