@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 import warnings
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cpu_support.install import installed
+from sglang_backends import CLUSTERS
+from sglang_cluster import FIRST_TIMEOUT_S, Cluster, Monolith, key_of
 
 HOST_IS_THERE = find_spec("sglang") is not None
 #: Files whose every test needs the host; only `nox -s sglang` has it.
@@ -42,11 +48,42 @@ def host() -> None:
 @pytest.fixture(scope="session")
 def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny Wan, built once and in a process of its own: it imports another host."""
-    import subprocess
-    import sys
-
+    if not installed():
+        pytest.fail("the host has no CPU support here; run `python -m cpu_support.install`, as nox -s sglang does")
     folder = tmp_path_factory.mktemp("sglang-model")
     build = "import sys; from pathlib import Path; from cpu_support import tiny_wan; tiny_wan.build(Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", build, str(folder)], timeout=300, check=True)
     (model,) = folder.iterdir()
     return model
+
+
+@pytest.fixture(scope="module")
+def right(wan: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Mapping[str, bytes]:
+    """The videos of the module's `REQUESTS` as the undivided host makes them, by `sglang_cluster.key_of`."""
+    service = Monolith(wan, tmp_path_factory.mktemp("monolith"))
+    try:
+        wanted: tuple[dict[str, Any], ...] = request.module.REQUESTS
+        return {key_of(**one): service.ask(**one, within_s=FIRST_TIMEOUT_S) for one in wanted}
+    finally:
+        service.end()
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    backend: str,
+    wan: Path,
+    right: Mapping[str, bytes],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Iterator[Cluster]:
+    """A warm cluster with a backend, as the module's `LAYOUT` says; the undivided host has gone when it starts."""
+    folder = tmp_path_factory.mktemp(f"cluster-{backend}")
+    said = {**request.module.LAYOUT, **CLUSTERS[backend]}
+    one = Cluster(wan, folder, **said)
+    one.start()
+    try:
+        one.registered()
+        one.warm()
+        yield one
+    finally:
+        one.end()

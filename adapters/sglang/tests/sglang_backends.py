@@ -113,10 +113,12 @@ class StockPair:
 
 #: By the value of the host's flag. Each makes a pair.
 PAIRS: dict[str, Callable[[], Any]] = {"mooncake": StockPair}
+#: What a cluster with a backend is made with besides; see `sglang_cluster.Cluster`.
+CLUSTERS: dict[str, dict[str, Any]] = {"mooncake": {"backend": "mooncake"}}
 
 
 def backends(known: dict[str, Any], stock_fault: str | None = None, raises: Any = AssertionError) -> Any:
-    """Parametrise a test with the backends.
+    """Parametrise a test with the backends; a module's tests run with one, and then with the next.
 
     Args:
         known: The backends, by name.
@@ -130,4 +132,4 @@ def backends(known: dict[str, Any], stock_fault: str | None = None, raises: Any 
         marks = [pytest.mark.xfail(strict=True, reason=stock_fault, raises=raises)] if faulty else []
         return pytest.param(name, id=name, marks=marks)
 
-    return pytest.mark.parametrize("backend", [case(name) for name in known])
+    return pytest.mark.parametrize("backend", [case(name) for name in known], scope="module")

@@ -44,6 +44,8 @@ SMALL: dict[str, Any] = {
     "fps": 16,
     "generator_device": "cpu",
 }
+#: A payload of more than 1 MiB, by the latents of one cheap step.
+LARGE: dict[str, Any] = {"size": "256x192", "num_frames": 81, "num_inference_steps": 1, "guidance_scale": 1.0}
 #: Below the ports that the system gives to outgoing connections.
 _PORTS = range(10_000, 32_000)
 
@@ -58,6 +60,11 @@ class NoAnswer(Exception):
 
 class NotStarted(Exception):
     """A process ended, or was not ready in time."""
+
+
+def key_of(prompt: str, **more: Any) -> str:
+    """Return one word for a request, to keep its video by."""
+    return json.dumps([prompt, sorted(more.items())])
 
 
 class Ports:
@@ -416,18 +423,6 @@ class Cluster(Service):
             if time.monotonic() > until:
                 return False
             _pause(0.1)
-
-    def mend(self) -> None:
-        """Bring the cluster back to a state in which it serves, whatever a test has done to it."""
-        if all(served.alive for served in self.served.values()):
-            with contextlib.suppress(RequestFailed, NoAnswer, OSError):
-                self.ask("is it well", within_s=20.0)
-                return
-        self.end()
-        for served in self.served.values():
-            served.start()
-        self._wait(*self.served)
-        self.warm()
 
     def end(self) -> None:
         """Kill what is left; idempotent."""
