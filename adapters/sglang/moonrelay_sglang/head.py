@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from moonrelay.errors import ConfigError, MoonrelayError, PeerLost, QueueFull, WireError
-from moonrelay.queueing.task import PRIORITIES
+from moonrelay.queueing.task import PRIORITIES, check_affinity
 from moonrelay_sglang import config as settings
 from moonrelay_sglang import host_server, protocol
 from moonrelay_sglang.config import SglangConfig
@@ -31,6 +31,8 @@ _HEAD: Final = "_moonrelay_head"
 #: the one field of the host's HTTP schemas that reaches a request whole.
 _KWARGS: Final = "diffusers_kwargs"
 _OPTIONS: Final = ("priority", "affinity")
+#: How many messages of a role are taken before the other sockets are looked at again.
+_MESSAGES_A_TURN: Final = 64
 
 
 def around_init(original: Callable[..., None], server: Any, *args: Any, **kwargs: Any) -> None:
@@ -201,11 +203,15 @@ class Head:
     # -- roles ------------------------------------------------------------------------------------------------------
 
     def role_result(self, result_pull: Any, role: Any) -> None:
-        """Take one message of a role; a damaged one is logged and fails nothing but itself."""
-        try:
-            frames = result_pull.recv_multipart(zmq.NOBLOCK, copy=True)
-        except zmq.Again:
-            return
+        """Take what a role has sent so far; a damaged message is logged and fails nothing but itself."""
+        for _ in range(_MESSAGES_A_TURN):
+            try:
+                frames = result_pull.recv_multipart(zmq.NOBLOCK, copy=True)
+            except zmq.Again:
+                return
+            self._take(frames, role)
+
+    def _take(self, frames: list[Any], role: Any) -> None:
         try:
             if protocol.is_message(frames):
                 self._message(protocol.parse_any(protocol.decode(frames)), role)
@@ -434,6 +440,7 @@ def _options(asked: Any, payload: bytes) -> tuple[dict[str, Any], bytes]:
     if wanted.get("priority") not in (None, *PRIORITIES):
         message = f"{place}.priority={wanted['priority']!r} is not known; use one of {', '.join(PRIORITIES)}"
         raise ConfigError(message, field=f"{place}.priority")
+    check_affinity(wanted.get("affinity"))
     if not kwargs:
         del extra[_KWARGS]
     return {name: wanted.get(name) for name in _OPTIONS}, host_server.packed(requests)
