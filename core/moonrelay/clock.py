@@ -39,6 +39,11 @@ class SystemClock:
         return condition.wait(timeout_s)
 
 
+def unix_s() -> int:
+    """Return seconds since 1970, for what people and clients are told. Nothing expires by it, nothing is compared."""
+    return int(time.time())
+
+
 class ManualClock:
     """A clock that moves only when told; for tests.
 

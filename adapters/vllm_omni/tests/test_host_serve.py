@@ -50,7 +50,8 @@ DIES_IN_S = 60.0
 ASKED: dict[str, Any] = {"seed": 3, "size": "64x64", "num_inference_steps": 4}
 GUIDED = {"prompt": "a fox in the snow", "negative_prompt": "blurry"}
 PLAIN = {"prompt": "a lighthouse at night"}
-LONG = {"prompt": "a fox", "seed": 3, "size": "64x64", "num_inference_steps": 200}
+#: Long enough to be met under way, also on a busy machine: the host ends no denoising that has begun.
+LONG = {"prompt": "a fox", "seed": 3, "size": "128x128", "num_inference_steps": 200}
 
 
 class Server:
@@ -220,7 +221,7 @@ def undivided(serve: Serve, server: Server, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def server(serve: Serve) -> Server:
-    return serve("qwen_image", size="64x64")
+    return serve("qwen_image", size="64x64", drain_s=60)
 
 
 def pixels(item: Any) -> str:
@@ -293,7 +294,7 @@ def test_a_client_that_goes_away_harms_nothing(server: Server, undivided: dict[s
     head = f"POST /v1/images/generations HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", server.port)) as gone:
         gone.sendall(head + body)
-        server.until(lambda: server.ask("GET", "/health")[2]["running"] == 1, 60.0)
+        server.until(lambda: server.ask("GET", "/health")[2]["running"] > 0, 60.0)
     server.until(lambda: server.ask("GET", "/health")[2]["running"] == 0, 60.0)
     assert b'status="499"' in server.ask("GET", "/metrics")[2]
     status, _, answer = server.images(**PLAIN, **ASKED)
@@ -307,8 +308,8 @@ def test_a_killed_decode_stage_fails_in_time_and_the_next_request_works(
     server.ready()
     before = server.stages()
     with ThreadPoolExecutor(1) as pool:
-        under_way = pool.submit(server.images, **LONG)
-        server.until(lambda: server.ask("GET", "/health")[2]["running"] == 1, 60.0)
+        under_way = pool.submit(server.images, **LONG, n=5)
+        server.until(lambda: server.ask("GET", "/health")[2]["running"] > 0, 60.0)
         started = time.monotonic()
         os.kill(before[2], signal.SIGKILL)
         status, _, body = under_way.result(DIES_IN_S)
@@ -337,10 +338,10 @@ def test_a_killed_decode_stage_fails_in_time_and_the_next_request_works(
 def test_asked_to_terminate_it_leaves_nothing(server: Server, place: Path) -> None:
     server.ready()
     with ThreadPoolExecutor(1) as pool:
-        under_way = pool.submit(server.images, **PLAIN, **{**ASKED, "num_inference_steps": 50})
-        server.until(lambda: server.ask("GET", "/health")[2]["running"] == 1, 60.0)
+        under_way = pool.submit(server.images, **PLAIN, **{**ASKED, "num_inference_steps": 50}, n=10)
+        server.until(lambda: server.ask("GET", "/health")[2]["running"] > 0, 60.0)
         os.kill(server.process.pid, signal.SIGTERM)
-        assert under_way.result(60.0)[0] == 200, "what is under way may end first"
+        assert under_way.result(90.0)[0] == 200, "what is under way may end first"
     server.ends(143)
     segments = place / "qwen_image" / "segments"
     sweep_orphans(segments)
@@ -356,7 +357,7 @@ def test_videos_are_made_beside_their_requests_and_ctrl_c_ends_all(serve: Serve)
         more = {"num_frames": 5, "num_inference_steps": 3, "seed": 3}
         made = client.videos.create(prompt="a fox in the snow", model="tiny", size="64x64", extra_body=more)
         assert (made.object, made.size, made.seconds) == ("video", "64x64", "0.3125")
-        server.until(lambda: client.videos.retrieve(made.id).status == "completed", 120.0)
+        server.until(lambda: client.videos.retrieve(made.id).status == "completed", 300.0)
         raw = client.videos.download_content(made.id).read()
         with av.open(io.BytesIO(raw)) as video:
             frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
@@ -366,11 +367,11 @@ def test_videos_are_made_beside_their_requests_and_ctrl_c_ends_all(serve: Serve)
         assert client.videos.delete(made.id).deleted
         assert server.ask("GET", f"/v1/videos/{made.id}")[0] == 404
         # One under way is given up, and the next one is made.
-        long = client.videos.create(prompt="a", size="64x64", extra_body={**more, "num_inference_steps": 200})
+        long = client.videos.create(prompt="a", size="64x64", extra_body={**more, "num_inference_steps": 30})
         server.until(lambda: client.videos.retrieve(long.id).status == "in_progress", 60.0)
         assert client.videos.delete(long.id).deleted
         again = client.videos.create(prompt="a fox", size="64x64", extra_body=more)
-        server.until(lambda: client.videos.retrieve(again.id).status == "completed", 120.0)
+        server.until(lambda: client.videos.retrieve(again.id).status == "completed", 300.0)
     # As a terminal does it: the stages get the signal too.
     os.killpg(server.process.pid, signal.SIGINT)
     server.ends(130)

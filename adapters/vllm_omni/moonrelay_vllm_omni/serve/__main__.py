@@ -13,12 +13,11 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from moonrelay.clock import SystemClock
+from moonrelay.clock import SystemClock, unix_s
 from moonrelay.errors import MoonrelayError
 from moonrelay_vllm_omni import plugin
 from moonrelay_vllm_omni.serve.engine import HostEngine, end_children
@@ -27,7 +26,8 @@ from moonrelay_vllm_omni.serve.schema import SEEDS, Limits
 from moonrelay_vllm_omni.serve.settings import ServeConfig
 from moonrelay_vllm_omni.serve.supervisor import State, Supervisor
 
-logger = logging.getLogger(__name__)
+#: By its own name: run as a command, the module's is another.
+logger = logging.getLogger("moonrelay_vllm_omni.serve")
 
 _CLOSE_S: Final = 60.0
 _OPTIONS: Final = {
@@ -101,7 +101,7 @@ def serve(config: ServeConfig) -> int:
         config,
         supervisor,
         clock=clock,
-        now=lambda: int(datetime.now(UTC).timestamp()),
+        now=unix_s,
         draw_seed=lambda: secrets.randbelow(SEEDS),
     )
 
@@ -149,12 +149,22 @@ def serve(config: ServeConfig) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     config = parse(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(asctime)s %(name)s: %(message)s")
+    _log_to_stderr()
     available, text = plugin.VllmOmniAdapter().available()
     if not available:
         logger.error("%s", text)
         return 2
     return serve(config)
+
+
+def _log_to_stderr() -> None:
+    """Show what Moonrelay and the HTTP server say; the host has handlers of its own for its words."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s: %(message)s"))
+    for name in ("moonrelay", "moonrelay_vllm_omni", "uvicorn"):
+        shown = logging.getLogger(name)
+        shown.addHandler(handler)
+        shown.setLevel(logging.INFO)
 
 
 if __name__ == "__main__":
