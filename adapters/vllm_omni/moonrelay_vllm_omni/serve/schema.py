@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from moonrelay.config import require_positive, unknown_key
+from moonrelay.errors import ConfigError
 from moonrelay_vllm_omni.serve.errors import BadRequest, NotFound
 
 #: Seeds are drawn below this where a request names none.
@@ -78,6 +79,13 @@ class Limits:
     def __post_init__(self) -> None:
         names = ("max_pixels", "side_step", "max_images", "max_steps", "max_prompt_chars", "default_fps")
         require_positive(self, *names, "default_seconds", "max_frames", "frame_step")
+        width, height = self.default_size
+        if width % self.side_step or height % self.side_step or not 0 < width * height <= self.max_pixels:
+            message = (
+                f"default_size={width}x{height}: must be multiples of {self.side_step}, "
+                f"and at most max_pixels={self.max_pixels}"
+            )
+            raise ConfigError(message, field="default_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

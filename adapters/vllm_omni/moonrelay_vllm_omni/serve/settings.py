@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moonrelay.config import require_positive
+from moonrelay.errors import ConfigError
 from moonrelay_vllm_omni.serve.schema import Limits
 
 
@@ -53,6 +54,9 @@ class ServeConfig:
             "keep_videos_s",
             "keep_video_bytes",
         )
+        if not 0 <= self.port <= 65_535:
+            message = f"port={self.port}: must be between 0 and 65535"
+            raise ConfigError(message, field="port")
 
     @property
     def name(self) -> str:
