@@ -6,6 +6,7 @@ Owns the arithmetic of layouts, and the few torch calls that turn bytes into ten
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -56,6 +57,11 @@ QUANTISED: Final = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4
 #: Most dimensions of a tensor, and most bytes (and byte offsets) that a spec may speak of.
 MAX_DIMS: Final = 64
 MAX_BYTES: Final = (1 << 62) - 1
+
+#: Up to so many bytes one thread copies host memory sooner than several are woken. With so few threads one is as fast
+#: at any size and takes less processor time: 53 ms against 96 ms of torch's ``copy_`` for 512 MiB.
+ONE_THREAD_NBYTES: Final = 1 << 20
+FEW_THREADS: Final = 2
 
 #: A chunk in more strips than this is refused, or copied to where it lies in one.
 MAX_STRIPS: Final = 4096
@@ -387,10 +393,23 @@ def copy_bits(source: torch.Tensor, destination: torch.Tensor, *, non_blocking: 
         )
         raise ConfigError(message, field="destination")
     if not (source.is_conj() or source.is_neg()):
+        if _alike_on_host(source, destination):
+            ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+            return
         carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(source.element_size())
         if carrier is not None:
             source, destination = source.view(carrier), destination.view(carrier)
     destination.copy_(source, non_blocking=non_blocking)
+
+
+def _alike_on_host(source: torch.Tensor, destination: torch.Tensor) -> bool:
+    """Whether two tensors' bytes lie in the same order in host memory, and one thread copies them well enough."""
+    import torch
+
+    if source.device.type != "cpu" or destination.device.type != "cpu" or source.stride() != destination.stride():
+        return False
+    nbytes = source.numel() * source.element_size()
+    return (nbytes <= ONE_THREAD_NBYTES or torch.get_num_threads() <= FEW_THREADS) and packed_order(source)[0]
 
 
 def _require_packed(tensor: torch.Tensor) -> None:

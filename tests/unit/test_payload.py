@@ -555,6 +555,39 @@ def test_copies_between_unlike_tensors_are_refused() -> None:
         copy_bits(torch.ones(1), torch.ones(3))
 
 
+@pytest.mark.parametrize("threads", [1, 16])
+@pytest.mark.parametrize("nbytes", [0, 1 << 12, 5 << 20])
+@pytest.mark.parametrize("layout", ["packed", "transposed", "unlike", "gaps", "expanded", "negative"])
+def test_a_copy_has_the_same_bits_however_both_lie(
+    monkeypatch: pytest.MonkeyPatch, threads: int, nbytes: int, layout: str
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    raw = torch.arange(2 * nbytes, dtype=torch.int64).to(torch.uint8)
+    whole = raw.view(torch.int32).view(-1, 4).view(torch.int16)
+    source, destination = {
+        "packed": lambda: (whole, torch.zeros_like(whole)),
+        "transposed": lambda: (whole.t(), torch.zeros_like(whole).t()),
+        "unlike": lambda: (whole.t(), torch.zeros(whole.t().shape, dtype=whole.dtype)),
+        "gaps": lambda: (whole[:, ::2], torch.zeros_like(whole)[:, ::2]),
+        "expanded": lambda: (
+            torch.arange(8, dtype=torch.int16).expand(nbytes // 16, 8),
+            torch.zeros(nbytes // 16, 8, dtype=torch.int16),
+        ),
+        "negative": lambda: (
+            torch.view_as_complex(whole.float().view(-1, 2)).conj().imag,
+            torch.zeros(whole.numel() // 2),
+        ),
+    }[layout]()
+    copy_bits(source, destination)
+    assert torch.equal(destination, source)
+
+
+def test_a_copy_touches_nothing_beside_it() -> None:
+    around = torch.zeros(3, 1 << 12, dtype=torch.int16)
+    copy_bits(torch.ones(1 << 12, dtype=torch.int16), around[1])
+    assert around.sum(1).tolist() == [0, 1 << 12, 0]
+
+
 # The description.
 
 
