@@ -26,6 +26,7 @@ from moonrelay.config import child_environment
 from moonrelay_conformance.job import Broken, Collected, Done, Event, Finished, Order, Running, Task, Wanted
 from moonrelay_conformance.results import Level, Outcome, Report, Result, TargetInfo
 from moonrelay_conformance.run import CHECK_TIMEOUT_S, RunBroken, RunInterrupted, terminable
+from moonrelay_conformance.sides.nursery import BIRTH_TIMEOUT_S
 
 if TYPE_CHECKING:
     from moonrelay_conformance.recording import Progress
@@ -288,6 +289,7 @@ class _Division:
                 case Broken(message):
                     return message
                 case Collected():
+                    job.may_be_silent(BIRTH_TIMEOUT_S)  # while it has the host imported
                     if self._target is not None and event.tests != self._tests:
                         return "the suite could not be divided: its jobs collected different checks"
                     if self._target is None:

@@ -183,7 +183,7 @@ class TestJobsThatEnd:
         monkeypatch.setattr(jobs_module._Job, "may_be_silent", may_be_silent)
         assert run_jobs("job_samples:CalmTarget", jobs=1, timeout_s=10.0).passed
         assert told.count(77.0) == 2
-        assert set(told) == {None, 77.0}
+        assert set(told) == {None, 77.0, jobs_module.BIRTH_TIMEOUT_S}
 
     def test_a_target_that_cannot_be_had_is_one_line(self) -> None:
         with pytest.raises(RunBroken, match="no_such_module"):

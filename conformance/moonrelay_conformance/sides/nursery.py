@@ -23,7 +23,7 @@ from moonrelay.config import child_environment
 from moonrelay.errors import PeerLost
 
 #: Time for a process to be born, the host's imports among it where it is the first, in seconds.
-BIRTH_TIMEOUT_S: Final = 180.0
+BIRTH_TIMEOUT_S: Final = 300.0
 _END_TIMEOUT_S: Final = 10.0
 _BIRTH: Final = b"+"
 _MESSAGE_BYTES: Final = 1 << 12
@@ -61,6 +61,7 @@ class Nursery:
                     side,
                 ],
                 stdin=subprocess.DEVNULL,
+                stdout=2 if log is None else log,  # what the host says as it is imported is for people
                 stderr=log,
                 cwd=folder or "/",
                 env=child_environment(env),
