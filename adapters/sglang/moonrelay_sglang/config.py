@@ -290,7 +290,9 @@ def _slots(server_args: object, role: str) -> int:
 def _instance(server_args: object, role: str, hostname: str) -> str:
     if "disagg_instance_id" in getattr(server_args, "_explicit_arg_names", ()):
         return f"{role}-{_flag(server_args, 'disagg_instance_id', 0)}"
-    return f"{role}@{hostname}:{_flag(server_args, 'scheduler_port', 0)}"
+    # The endpoint's port is what the head's URLs say; the host moves ``scheduler_port`` where that one is taken.
+    endpoint = str(_flag(server_args, "pool_work_endpoint", None) or f":{_flag(server_args, 'scheduler_port', 0)}")
+    return f"{role}@{hostname}:{endpoint.rpartition(':')[2]}"
 
 
 def _numeric(hostname: str) -> str:

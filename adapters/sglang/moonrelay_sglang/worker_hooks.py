@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 #: Where our worker hangs on the host's scheduler, and what is held for a request on its ``Req``.
 _WORKER: Final = "_moonrelay_worker"
 _HELD: Final = "_moonrelay_held"
+#: Names of the fields of a ``Req`` that landed in our memory.
+_LANDED: Final = "_moonrelay_landed"
 #: Roles that have no transfer.
 _ALONE: Final = ("monolithic", "server")
 
@@ -108,9 +110,14 @@ def around_forward_and_stage(original: Callable[..., None], scheduler: Any, req:
     if worker is None:
         original(scheduler, req, request_id)
         return
-    with worker.working(request_id, getattr(req, _HELD, None)) as wanted:
-        if wanted:
-            original(scheduler, req, request_id)
+    try:
+        with worker.working(request_id, getattr(req, _HELD, None)) as wanted:
+            if wanted:
+                original(scheduler, req, request_id)
+    finally:
+        # The host's loop keeps the request until the next one comes, and with it the pool's memory.
+        for name in getattr(req, _LANDED, ()):
+            object.__setattr__(req, name, None)
 
 
 def around_decoder_compute(original: Callable[..., None], scheduler: Any, req: Any, request_id: str) -> None:
@@ -221,6 +228,9 @@ def _entry(scheduler: Any, scalars: dict[str, Any], loaded: Loaded, held: Held) 
         scheduler._disagg_metrics.record_request_start(request_id)
     req = scheduler._build_disagg_req(scalars, loaded.tensors)
     object.__setattr__(req, _HELD, held)
+    object.__setattr__(
+        req, _LANDED, ("extra", *(name for name in (*loaded.tensors, *loaded.values) if name in vars(req)))
+    )
     return req, loaded.event, request_id, None
 
 
