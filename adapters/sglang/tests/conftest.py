@@ -9,12 +9,11 @@ import warnings
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cpu_support.install import installed
 from sglang_backends import CLUSTERS
-from sglang_cluster import FIRST_TIMEOUT_S, Cluster, Monolith, key_of
+from sglang_cluster import FIRST_TIMEOUT_S, REQUESTS, Cluster, Monolith, key_of
 
 HOST_IS_THERE = find_spec("sglang") is not None
 #: Files whose every test needs the host; only `nox -s sglang` has it.
@@ -57,13 +56,12 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model
 
 
-@pytest.fixture(scope="module")
-def right(wan: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Mapping[str, bytes]:
-    """The videos of the module's `REQUESTS` as the undivided host makes them, by `sglang_cluster.key_of`."""
+@pytest.fixture(scope="session")
+def right(wan: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, bytes]:
+    """The videos of `REQUESTS` as the undivided host makes them, by `sglang_cluster.key_of`."""
     service = Monolith(wan, tmp_path_factory.mktemp("monolith"))
     try:
-        wanted: tuple[dict[str, Any], ...] = request.module.REQUESTS
-        return {key_of(**one): service.ask(**one, within_s=FIRST_TIMEOUT_S) for one in wanted}
+        return {key_of(**one): service.ask(**one, within_s=FIRST_TIMEOUT_S) for one in REQUESTS}
     finally:
         service.end()
 

@@ -46,6 +46,9 @@ SMALL: dict[str, Any] = {
 }
 #: A payload of more than 1 MiB, by the latents of one cheap step.
 LARGE: dict[str, Any] = {"size": "256x192", "num_frames": 81, "num_inference_steps": 1, "guidance_scale": 1.0}
+PROMPTS = ("a cat", "two dogs in snow", "a zebra runs fast", "three blind mice")
+#: All that tests compare with the undivided host's videos.
+REQUESTS: tuple[dict[str, Any], ...] = (*({"prompt": prompt} for prompt in PROMPTS), {"prompt": "a cat", **LARGE})
 #: Below the ports that the system gives to outgoing connections.
 _PORTS = range(10_000, 32_000)
 
@@ -192,6 +195,13 @@ def _session(leader: int) -> list[int]:
     return found
 
 
+def _connections_to(port: int) -> int:
+    """Count the connections to a port of this machine that somebody has not closed yet."""
+    closing = ("01", "08")  # established; closed by the other end alone
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return sum(int(line[2].rpartition(":")[2], 16) == port and line[3] in closing for line in lines)
+
+
 def _pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
@@ -237,6 +247,13 @@ class Service:
                 message = f"{request} is {job['status']!r} after {within_s} s"
                 raise NoAnswer(message)
             _pause(0.1)
+
+    def result_or_failure(self, request: str, within_s: float) -> bytes | None:
+        """Return a request's video; ``None`` where the service says that it failed."""
+        try:
+            return self.result(request, within_s)
+        except RequestFailed:
+            return None
 
     def ask(self, prompt: str, seed: int = 42, *, within_s: float = 60.0, **more: Any) -> bytes:
         """Ask for a video and wait for it; see `submit` and `result`."""
@@ -389,7 +406,15 @@ class Cluster(Service):
         return video
 
     def kill(self, name: str) -> None:
-        self.served[name].kill()
+        """Kill -9, and wait until the head's connection to it is closed at both ends.
+
+        What the head sends from then on waits for a successor; a moment earlier it may or may not be lost.
+        """
+        served = self.served[name]
+        served.kill()
+        until = time.monotonic() + 10
+        while _connections_to(served.ready_port) and time.monotonic() < until:
+            _pause(0.02)
 
     def stop(self, name: str) -> None:
         self.served[name].stop()

@@ -15,32 +15,23 @@ from typing import Any
 import pytest
 from cpu_support.faults import VARIABLE
 from sglang_backends import CLUSTERS, backends
-from sglang_cluster import FIRST_TIMEOUT_S, LARGE, Cluster, NoAnswer, RequestFailed, key_of
+from sglang_cluster import FIRST_TIMEOUT_S, LARGE, PROMPTS, Cluster, NoAnswer, RequestFailed, key_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 #: The decoder has room for the two slots that the host allocates at the start, and for no other.
 LAYOUT: dict[str, Any] = {"options": {"decoder": {"disagg_transfer_pool_size": 128 << 20}}}
 
-PROMPTS = ("a cat", "two dogs in snow", "a zebra runs fast", "three blind mice")
-REQUESTS = (*({"prompt": prompt} for prompt in PROMPTS), {"prompt": "a cat", **LARGE})
-
 #: A request takes half a second of an idle machine.
 WITHIN_S = 45.0
+#: The first one of a denoiser that was just started.
+AFTER_START_S = 150.0
 
 Right = Mapping[str, bytes]
 
 
 def assert_own_video(cluster: Cluster, right: Right, prompt: str, *, within_s: float = WITHIN_S, **more: Any) -> None:
     assert cluster.ask(prompt, within_s=within_s, **more) == right[key_of(prompt, **more)], prompt
-
-
-def outcome(cluster: Cluster, request: str, within_s: float) -> bytes | None:
-    """Return a request's video; ``None`` where the service says that it failed."""
-    try:
-        return cluster.result(request, within_s)
-    except RequestFailed:
-        return None
 
 
 @backends(CLUSTERS)
@@ -71,12 +62,12 @@ def test_slots_keep_their_size(cluster: Cluster, right: Right) -> None:
     assert_own_video(cluster, right, "a cat", **LARGE)
 
 
-@backends(CLUSTERS, "takes a failed push for done: the request is completed with the video of other bytes")
+@backends(CLUSTERS, "takes a failed push for done: the request is completed with a video of whatever the slot held")
 def test_a_failed_push_never_ends_in_another_video(cluster: Cluster, right: Right) -> None:
     cluster.kill("denoiser-0")
     request = cluster.submit(PROMPTS[2])
     cluster.restart("denoiser-0")
-    assert outcome(cluster, request, FIRST_TIMEOUT_S) in (None, right[key_of(PROMPTS[2])])
+    assert cluster.result_or_failure(request, AFTER_START_S) in (None, right[key_of(PROMPTS[2])])
 
 
 @backends(CLUSTERS, "writes into slots of the denoiser that was there before", (AssertionError, NoAnswer))
@@ -84,9 +75,9 @@ def test_after_a_denoisers_restart_each_request_has_its_own_video(cluster: Clust
     cluster.kill("denoiser-0")
     request = cluster.submit(PROMPTS[1])
     cluster.restart("denoiser-0")
-    outcome(cluster, request, FIRST_TIMEOUT_S)
+    cluster.result_or_failure(request, AFTER_START_S)
     for prompt in PROMPTS:
-        assert_own_video(cluster, right, prompt)
+        assert_own_video(cluster, right, prompt, within_s=AFTER_START_S)
 
 
 @backends(CLUSTERS, "has no role register with a new head, so that nobody knows of the slots", NoAnswer)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from sglang_backends import CLUSTERS, backends
-from sglang_cluster import LARGE, Cluster, NoAnswer, RequestFailed, key_of
+from sglang_cluster import LARGE, PROMPTS, Cluster, NoAnswer, RequestFailed, key_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -16,8 +16,6 @@ LAYOUT: dict[str, Any] = {
     "denoisers": 2,
     "options": {"encoder": {"disagg_transfer_pool_size": 2 << 20}, "denoiser": {"disagg_transfer_pool_size": 1 << 20}},
 }
-PROMPTS = ("a cat", "two dogs in snow")
-REQUESTS = (*({"prompt": prompt} for prompt in PROMPTS), {"prompt": "a cat", **LARGE})
 WITHIN_S = 45.0
 
 Right = Mapping[str, bytes]
@@ -29,7 +27,7 @@ def assert_own_video(cluster: Cluster, right: Right, prompt: str) -> None:
 
 @backends(CLUSTERS)
 def test_two_denoisers_make_the_undivided_hosts_videos(cluster: Cluster, right: Right) -> None:
-    for prompt in PROMPTS * 2:
+    for prompt in PROMPTS:
         assert_own_video(cluster, right, prompt)
 
 
@@ -37,7 +35,7 @@ def test_two_denoisers_make_the_undivided_hosts_videos(cluster: Cluster, right: 
 def test_a_dead_instance_gets_no_work(cluster: Cluster, right: Right) -> None:
     cluster.kill("denoiser-1")
     try:
-        for prompt in PROMPTS * 2:
+        for prompt in PROMPTS:
             assert_own_video(cluster, right, prompt)
     finally:
         cluster.restart("denoiser-1")
@@ -55,5 +53,5 @@ def test_a_payload_without_room_ends_in_time(cluster: Cluster, right: Right) -> 
 
 @backends(CLUSTERS, "never frees what the receiver had no room for: the encoder can stage nothing more", RequestFailed)
 def test_after_a_payload_without_room_others_are_served(cluster: Cluster, right: Right) -> None:
-    for prompt in PROMPTS * 2:
+    for prompt in PROMPTS:
         assert_own_video(cluster, right, prompt)
