@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import gc
+import mmap
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -338,6 +340,22 @@ def test_shm_folder_must_exist(tmp_path):
     engine = ShmEngine(TransferConfig(options={"directory": str(tmp_path / "absent")}))
     with pytest.raises(ConfigError, match="directory"):
         engine.start()
+
+
+def test_shm_commit_maps_pages_at_once(shm):
+    nbytes = 16 << 20
+    engine = shm()
+    region = engine.allocate(nbytes)
+    # As a slot lies: neither its begin nor its end at a page.
+    engine.commit(region, 256, nbytes // 2 - 512)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    ctypes.memset(region.base + 256, 1, nbytes // 2 - 512)
+    committed = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    ctypes.memset(region.base + nbytes // 2, 1, nbytes // 2)
+    other = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before - committed
+    assert other >= nbytes // 2 // mmap.PAGESIZE // 16
+    if committed > other // 2:
+        assert not map_memory(1 << 16).populate(0, 1 << 16), "the system can, and it was not done"
 
 
 def test_shm_commit_reserves_pages(shm, tmp_path):

@@ -17,6 +17,7 @@ from moonrelay.errors import CapacityError
 _FAILED = ctypes.c_void_p(-1).value
 #: Linux's value where Python's mmap module does not know it.
 _HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", 14)
+_POPULATE_WRITE = 23  # since Linux 5.14
 
 
 class Mapping:
@@ -38,6 +39,17 @@ class Mapping:
     def holds(self, address: int, nbytes: int) -> bool:
         """Say whether a range lies inside."""
         return self.address <= address and nbytes >= 0 and address + nbytes <= self.address + self.nbytes
+
+    def populate(self, offset: int, nbytes: int) -> bool:
+        """Have the system map pages for writing at once, instead of at the first touch of each.
+
+        Costs less than half of the page faults that it spares. Releases the GIL.
+
+        Returns:
+            False where the system cannot; then the pages are mapped when they are touched, as without this.
+        """
+        begin = offset - offset % mmap.PAGESIZE
+        return bool(_libc().madvise(self.address + begin, offset + nbytes - begin, _POPULATE_WRITE) == 0)
 
 
 def map_memory(nbytes: int) -> Mapping:

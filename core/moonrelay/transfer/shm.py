@@ -125,15 +125,15 @@ class ShmEngine(TransferEngine):
 
     def commit(self, region: Region, offset: int, nbytes: int) -> None:
         segment = self._segments.get(region.key)
-        fd = -1 if segment is None else segment.fd
-        if fd < 0 or nbytes < 1:
+        if segment is None or segment.fd < 0 or nbytes < 1:
             return
         try:
             # Without this, touching a page that the file system has no room for kills the process (SIGBUS).
-            os.posix_fallocate(fd, offset, nbytes)
+            os.posix_fallocate(segment.fd, offset, nbytes)
         except OSError as exc:
             message = f"no room for {nbytes} bytes in {self._directory}: {exc.strerror}; enlarge it or lower pool_bytes"
             raise CapacityError(message, wanted=nbytes, fits=exc.errno == errno.ENOSPC) from exc
+        segment.mapping.populate(offset, nbytes)
 
     def release(self, region: Region) -> None:
         segment = self._segments.pop(region.key, None)
