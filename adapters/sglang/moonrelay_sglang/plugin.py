@@ -51,6 +51,7 @@ class Hook:
 #: Each looks at ``--disagg-transfer-backend`` first, and leaves the host's own behaviour alone where it is not ours.
 HOOKS: Final = (
     Hook(f"{_RUNTIME}.server_args.disagg.DisaggServerArgsMixin.add_disagg_cli_args", "flags:around_add_cli_args"),
+    Hook(f"{_RUNTIME}.launch_server.launch_disagg_role", "worker_hooks:around_launch_role"),
     Hook(f"{_WORKER}._init_disagg_state", "worker_hooks:around_init_state"),
     Hook(f"{_WORKER}._init_disagg_transfer_manager", "worker_hooks:around_init_transfer"),
     Hook(f"{_WORKER}._disagg_event_loop", "worker_hooks:around_event_loop"),

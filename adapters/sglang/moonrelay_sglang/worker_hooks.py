@@ -8,6 +8,7 @@ another backend was chosen, on ranks that transfer nothing, and in the mode in w
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import signal
 import threading
 from collections.abc import Callable
@@ -35,6 +36,21 @@ _ALONE: Final = ("monolithic", "server")
 def worker_of(scheduler: object) -> RoleWorker | None:
     """Return the worker of ours that a host's scheduler has, ``None`` where it goes its own way."""
     return getattr(scheduler, _WORKER, None)
+
+
+def around_launch_role(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """End a role's processes before their launcher, which they would not survive; on ``launch_disagg_role``.
+
+    SIGTERM ends the launcher at once by default, and the system then kills its children, shared memory and all.
+    """
+    if not settings.is_chosen(server_args):
+        return original(server_args, *args, **kwargs)
+    before = _end_by_exception()
+    try:
+        return original(server_args, *args, **kwargs)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def around_init_state(original: Callable[..., None], scheduler: Any, server_args: Any, local_rank: int) -> None:
@@ -235,9 +251,12 @@ def _entry(scheduler: Any, scalars: dict[str, Any], loaded: Loaded, held: Held) 
 
 
 def _end_by_exception() -> Any:
-    """Make SIGTERM end the main thread by an exception, so that it cleans up; return what was there before.
+    """Make SIGTERM end the children first, and then the main thread by an exception, so that it cleans up.
 
-    The host's launcher ends its roles by it, and Python's own way is to die at once, which leaves shared memory behind.
+    Python's own way is to die at once, which leaves shared memory behind.
+
+    Returns:
+        What was there before; ``None`` where somebody else has a handler, or this is not the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -246,6 +265,8 @@ def _end_by_exception() -> Any:
         return None
 
     def end(number: int, _frame: object) -> None:
+        for child in multiprocessing.active_children():
+            child.terminate()
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, end)

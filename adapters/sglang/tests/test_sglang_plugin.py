@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -247,6 +248,21 @@ def test_a_sigterm_cleans_up_and_ends() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert scheduler.said == ["stop", "host", "close"]
+
+
+@pytest.mark.processes
+def test_a_launchers_sigterm_ends_its_role_first() -> None:
+    role = multiprocessing.get_context("spawn").Process(target=signal.pause, daemon=True)
+    role.start()
+    chosen = SimpleNamespace(disagg_transfer_backend="moonrelay")
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit):
+            worker_hooks.around_launch_role(lambda _args: os.kill(os.getpid(), signal.SIGTERM), chosen)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    role.join(20)
+    assert role.exitcode == -signal.SIGTERM
 
 
 def test_a_handler_of_somebody_elses_stays() -> None:
