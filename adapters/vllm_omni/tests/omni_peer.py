@@ -22,7 +22,7 @@ import torch
 
 ANSWER_TIMEOUT_S = 120.0
 #: The host is imported then: ten seconds of a core's own, and minutes on a busy machine.
-START_TIMEOUT_S = 270.0
+START_TIMEOUT_S = 420.0
 
 
 class PeerFailed(Exception):

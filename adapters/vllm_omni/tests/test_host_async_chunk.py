@@ -19,7 +19,7 @@ from omni_peer import digest, new_place, settings_in, store_keys
 
 from moonrelay.transfer.shm import sweep_orphans
 
-pytestmark = [pytest.mark.vllm_omni, pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm_omni, pytest.mark.processes, pytest.mark.timeout(600)]
 
 #: For how long a stream may stand still; the host's own default is ten minutes.
 STALL_S = 4.0
@@ -192,7 +192,7 @@ def test_a_killed_producers_streams_fail_by_the_hosts_own_bound_and_leave_nothin
 
 def test_an_aborted_requests_chunks_end_with_their_lease(start: Start, place: Path) -> None:
     # On an abort the host cleans up after its own shared memory connector alone, by name.
-    one = start(lease_ttl_s=1.5, spill_after_s=600.0)
+    one = start(lease_ttl_s=6.0, spill_after_s=600.0)
     for number in range(3):
         one.do("save", name="a", number=number)
     settles(lambda: one.do("sent")["puts"] < 3, "the chunks were not put")
