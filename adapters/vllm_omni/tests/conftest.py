@@ -42,6 +42,13 @@ def pytest_report_header() -> str | None:
     return f"vllm-omni is not installed: {', '.join(HOST_FILES)} are left to nox -s vllm_omni"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = {item.path.name for item in items if item.get_closest_marker("vllm_omni")}
+    if marked and not HOST_IS_THERE:
+        message = f"tests marked vllm_omni stand in files test_host_*.py, or nobody says that they are left out: {marked}"
+        raise pytest.UsageError(message)
+
+
 @pytest.fixture
 def place() -> Iterator[Path]:
     """A folder in shared memory for one test's store and segments."""
