@@ -45,7 +45,7 @@ def pytest_report_header() -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = {item.path.name for item in items if item.get_closest_marker("vllm_omni")}
     if marked and not HOST_IS_THERE:
-        message = f"tests marked vllm_omni stand in files test_host_*.py, or nobody says that they are left out: {marked}"
+        message = f"tests marked vllm_omni stand in test_host_*.py, so that it is said where they are not run: {marked}"
         raise pytest.UsageError(message)
 
 
