@@ -29,12 +29,16 @@ class FakeEngine:
         self.orders: list[Order] = []
         self.cancelled = 0
         self.fails: ServeError | None = None
+        #: Orders with these seeds fail before they are held.
+        self.fails_first: set[int] = set()
         self.closed = threading.Event()
         self.held: asyncio.Event | None = None
         self._dead: list[Death] = []
 
     async def paint(self, order: Order) -> list[Any]:
         self.orders.append(order)
+        if order.seed in self.fails_first and self.fails is not None:
+            raise self.fails
         try:
             if self.held is not None:
                 await self.held.wait()

@@ -86,8 +86,12 @@ def test_one_of_several_images_that_fails_gives_up_the_others(tmp_path: Path) ->
     async def check() -> None:
         async with House(tmp_path) as house:
             house.engine.fails = GenerationFailed("out of memory")
+            house.engine.fails_first = {6}
+            house.engine.held = asyncio.Event()
             with pytest.raises(GenerationFailed, match="out of memory"):
-                await house.front.images({"prompt": "a", "n": 3})
+                await house.front.images({"prompt": "a", "n": 3, "seed": 5})
+            assert house.engine.cancelled == 2
+            house.engine.held = None
             assert house.front.health()[1]["running"] == 0
             house.engine.fails = None
             await house.front.images({"prompt": "a", "n": 3})
