@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -34,6 +35,7 @@ HOST_SESSIONS: tuple[str, ...] = ("vllm_omni",)
 FAST_TESTS = ("tests/unit", "tests/property", "tests/test_architecture.py")
 #: What ``conformance`` runs the suite against, in the environment that runs nox.
 TARGETS = (
+    "adapter:diffusers",  # the longest
     "engine:memory",
     "engine:shm",
     "engine:mooncake",
@@ -42,7 +44,6 @@ TARGETS = (
     "relay:mooncake",
     "queue:memory",
     "queue:sqlite",
-    "adapter:diffusers",
 )
 REPORTS = ROOT / "out" / "conformance"
 COMMITTED = ROOT / "conformance" / "matrix.md"
@@ -102,20 +103,27 @@ def wheel(session: nox.Session) -> None:
 def conformance(session: nox.Session) -> None:
     """Run the suite against every engine, relay, queue and adapter of this environment; leave a report of each.
 
-    Everything after ``--`` goes to each run, e.g. ``--level L1``.
+    Two at a time, since most checks wait; what one says is shown when it has ended. Everything after ``--`` goes to
+    each run, e.g. ``--level L1``.
     """
     shutil.rmtree(REPORTS, ignore_errors=True)
     REPORTS.mkdir(parents=True)
-    failed = []
-    for target in TARGETS:
+
+    def conforms(target: str) -> bool:
         started = monotonic()
         report = REPORTS / f"{target.replace(':', '-')}.json"
         command = (sys.executable, "-m", "moonrelay.cli.main", "conformance", target, "--json", str(report))
         try:
-            session.run(*command, *session.posargs)
-        except CommandFailed:  # the others are run all the same
-            failed.append(target)
-        session.log(f"{target}: {monotonic() - started:.0f} s")
+            shown = session.run(*command, *session.posargs, silent=True)
+        except CommandFailed:  # nox has shown why; the others are run all the same
+            return False
+        finally:
+            session.log(f"{target}: {monotonic() - started:.0f} s")
+        session.log(f"{target}:\n{shown}")
+        return True
+
+    with ThreadPoolExecutor(2) as lanes:
+        failed = [target for target, good in zip(TARGETS, lanes.map(conforms, TARGETS), strict=True) if not good]
     if failed:
         session.error(f"not conforming: {', '.join(failed)}")
 
