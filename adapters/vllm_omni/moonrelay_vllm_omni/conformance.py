@@ -218,6 +218,9 @@ class VllmOmniTarget(ConnectorTarget):
         runs, reason = self._platform
         return f"vllm-omni {version} ({self.through()}{'' if runs else f'; no pipeline run: {reason}'})"
 
+    def environment(self) -> Mapping[str, str]:
+        return {"VLLM_LOGGING_LEVEL": "WARNING"}  # else each side says what it registered
+
     def pipeline(self, folder: Path, *, timeout_s: float) -> PipelineRun:
         """Run a tiny random Qwen-Image by the host's engine, undivided and in three stages.
 
