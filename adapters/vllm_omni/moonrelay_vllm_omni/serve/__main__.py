@@ -22,7 +22,7 @@ from moonrelay.errors import MoonrelayError
 from moonrelay_vllm_omni import plugin
 from moonrelay_vllm_omni.serve.engine import HostEngine, end_children
 from moonrelay_vllm_omni.serve.front import Front
-from moonrelay_vllm_omni.serve.schema import SEEDS, Limits
+from moonrelay_vllm_omni.serve.schema import SEEDS, Limits, Order
 from moonrelay_vllm_omni.serve.settings import ServeConfig
 from moonrelay_vllm_omni.serve.supervisor import State, Supervisor
 
@@ -82,6 +82,8 @@ def serve(config: ServeConfig) -> int:
     from moonrelay_vllm_omni.serve.routes import application
 
     clock = SystemClock()
+    width, height = config.limits.default_size
+    warm_up = Order(prompt="warm-up", width=width, height=height, seed=0, num_inference_steps=2)
     signals: list[int] = []
     server: Any = None
 
@@ -91,7 +93,7 @@ def serve(config: ServeConfig) -> int:
             server.should_exit = True
 
     supervisor = Supervisor(
-        lambda: HostEngine(config.model, config.deploy_config),
+        lambda: HostEngine(config.model, config.deploy_config, warm_up),
         interrupt=end_children,
         clock=clock,
         attempts=config.restarts,

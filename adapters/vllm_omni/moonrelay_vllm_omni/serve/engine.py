@@ -14,6 +14,7 @@ import secrets
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
+from dataclasses import replace
 from typing import Any, Final
 
 from moonrelay_vllm_omni.serve.errors import BadRequest, GenerationFailed, StageDied
@@ -25,6 +26,11 @@ logger = logging.getLogger(__name__)
 #: How long the host's own shutdown may take before its processes are killed; 10 s are usual after a stage's death.
 _SHUT_S: Final = 45.0
 _JOIN_S: Final = 5.0
+#: How often the warm-up is tried, and how many frames a video needs at least.
+_WARM_UPS: Final = 5
+_LEAST_FRAMES: Final = 5
+#: How long one try may take; an engine that hangs there is closed, and started again.
+_WARM_UP_S: Final = 300.0
 #: How long requests may take to end where the engine is closed under them.
 _LET_GO_S: Final = 3.0
 #: What a text encoder of the host says of a prompt of too many tokens; it has no class for it.
@@ -43,6 +49,7 @@ class HostEngine:
     Args:
         model: Name or folder of the model.
         deploy_config: Path of the deploy YAML.
+        warm_up: What is painted, and thrown away, before the engine is ready; one frame of it, or the least video.
 
     Raises:
         Exception: Whatever the host raises where it cannot start.
@@ -50,7 +57,7 @@ class HostEngine:
     Blocks: the constructor, for a minute and more.
     """
 
-    def __init__(self, model: str, deploy_config: str) -> None:
+    def __init__(self, model: str, deploy_config: str, warm_up: Order) -> None:
         self.makes = ""
         self.stages: tuple[str, ...] = ()
         self._omni: Any = None
@@ -66,6 +73,7 @@ class HostEngine:
         self._thread.start()
         try:
             self._submit(self._open(model, deploy_config)).result()
+            self._submit(self._warm_up(warm_up)).result()
         except BaseException:
             self.close()
             raise
@@ -146,6 +154,29 @@ class HostEngine:
         each = [self._omni.engine.get_stage_metadata(number) for number in range(self._omni.num_stages)]
         self.stages = tuple(str(one.model_stage) for one in each)
         self.makes = next((str(one.final_output_type) for one in reversed(each) if one.final_output), "")
+
+    async def _warm_up(self, order: Order) -> None:
+        """Send one order through all stages.
+
+        The host makes a stage's connector when it first needs it, out of the two seconds that it gives a payload to
+        arrive; on a busy machine the first request would fail of that.
+
+        Raises:
+            ServeError: Every try failed; or a stage died.
+            TimeoutError: A try took too long.
+        """
+        if self.makes == "video":
+            order = replace(order, num_frames=_LEAST_FRAMES)
+        for left in reversed(range(_WARM_UPS)):
+            try:
+                async with asyncio.timeout(_WARM_UP_S):
+                    await self._paint(order)
+            except GenerationFailed as exc:
+                if not left:
+                    raise
+                logger.warning("the warm-up failed and is tried again: %s", exc)
+            else:
+                return
 
     async def _shut(self) -> None:
         self._gone.set()
