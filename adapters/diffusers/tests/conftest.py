@@ -1,8 +1,10 @@
-"""Tiny models, built once per run, and a process that computes the same bits every time."""
+"""Tiny models, built about once per run, and a process that computes the same bits every time."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -55,7 +57,12 @@ class Models:
     def folder(self, kind: str) -> str:
         target = self._root / kind
         if not target.exists():
-            BUILDERS[kind](target)
+            made = self._root / f"{kind}-{os.getpid()}"
+            BUILDERS[kind](made)
+            try:
+                made.rename(target)
+            except OSError:  # another worker of pytest-xdist was faster; what it built is the same
+                shutil.rmtree(made)
         return str(target)
 
     def reference(self, kind: str) -> Reference:
@@ -72,7 +79,11 @@ class Models:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("tiny"))
+    own = tmp_path_factory.getbasetemp()
+    # The workers of a run of pytest-xdist share them.
+    root = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "tiny"
+    root.mkdir(exist_ok=True)
+    return Models(root)
 
 
 @pytest.fixture
