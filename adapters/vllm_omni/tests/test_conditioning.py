@@ -260,8 +260,8 @@ def test_it_looks_like_what_it_replaced() -> None:
 def test_without_a_hook_nothing_is_changed() -> None:
     pipeline = Double()
     install(pipeline, None, encoder="", revision="")
-    install_from(SimpleNamespace(custom_pipeline_args=None), pipeline, MADE_BY)
-    install_from(SimpleNamespace(custom_pipeline_args={"other": 1}), pipeline, MADE_BY)
+    install_from(SimpleNamespace(model_config=None), pipeline, MADE_BY)
+    install_from(SimpleNamespace(model_config={"other": 1}), pipeline, MADE_BY)
     install_from(SimpleNamespace(), pipeline, MADE_BY)
     assert vars(pipeline) == {"encoded": []}
 
@@ -277,7 +277,7 @@ def test_a_key_that_names_no_weights_is_refused(field: str) -> None:
 
 def config(model: str = f"/cache/models--org--model/snapshots/{COMMIT}", **more: Any) -> Any:
     settings = more.pop("settings", {"condition_hook": f"{__name__}:Remembers"})
-    return SimpleNamespace(model=model, custom_pipeline_args={"moonrelay": settings}, **more)
+    return SimpleNamespace(model=model, model_config={"moonrelay": settings}, **more)
 
 
 @pytest.mark.parametrize(

@@ -118,13 +118,33 @@ def compare(engine: Engine, family: str, whole: dict[str, dict[str, Any]], stage
 
 
 @pytest.fixture(scope="module")
-def engine(start: Start, place: Path) -> Engine:
-    """The example's three stages, for both tests of them."""
-    return start("qwen_image", example("qwen_image_three_stages", place))
+def notes(place: Path) -> Path:
+    """Where the encode stage's condition hook takes notes."""
+    return place / "notes"
+
+
+@pytest.fixture(scope="module")
+def engine(start: Start, place: Path, notes: Path) -> Engine:
+    """The example's three stages, for all tests of them; a hook looks on at what is encoded."""
+    deploy = example("qwen_image_three_stages", place)
+    settings = {"condition_hook": "omni_hooks:Remembers", "encoder": str(notes), "encoder_revision": "tiny"}
+    deploy["stages"][0]["model_config"] = {"moonrelay": settings}
+    return start("qwen_image", deploy)
 
 
 def test_three_processes_paint_what_one_paints(undivided: Undivided, engine: Engine) -> None:
     compare(engine, "qwen_image", undivided("qwen_image"), 3)
+
+
+def test_what_a_condition_hook_remembers_paints_the_same(undivided: Undivided, engine: Engine, notes: Path) -> None:
+    whole = undivided("qwen_image")
+    compare(engine, "qwen_image", whole, 3)
+    before = notes.read_text().splitlines()
+    compare(engine, "qwen_image", whole, 3)
+    asked = notes.read_text().splitlines()[len(before) :]
+    texts = ["a fox in the snow", "blurry", "a fox in the snow", "a lighthouse at night"]
+    assert asked == [f"hit {text}" for text in texts]
+    assert {f"miss {text}" for text in texts} <= set(before)
 
 
 def test_a_killed_decode_stage_fails_the_request_in_time_and_leaves_nothing(engine: Engine, place: Path) -> None:

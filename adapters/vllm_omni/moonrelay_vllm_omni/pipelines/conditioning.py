@@ -2,8 +2,8 @@
 
 Owns the key: everything that decides the bytes, and nothing else. Where that is not known completely there is no key,
 and then no hook is asked: never a guess. Keeps nothing itself, and without a hook changes nothing. The hook is named in
-a stage of the deploy YAML, as ``custom_pipeline_args: {moonrelay: {condition_hook: "package.module:make"}}``; what is
-made there without arguments is called with a `ConditionKey` and a function that encodes, and returns the embeddings.
+a stage of the deploy YAML, as ``model_config: {moonrelay: {condition_hook: "package.module:make"}}``; what that makes,
+called without arguments, is called with a `ConditionKey` and a function that encodes, and returns the embeddings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from moonrelay.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-#: Where the deploy YAML's settings of a stage lie, within its ``custom_pipeline_args``.
+#: Where the deploy YAML's settings of a stage lie, within its ``model_config``. (The host runs a stage that has
+#: ``custom_pipeline_args`` in the orchestrator's own process.)
 SETTINGS: Final = "moonrelay"
 HOOK: Final = "condition_hook"
 ENCODER: Final = "encoder"
@@ -79,7 +80,7 @@ def install_from(od_config: Any, pipeline: Any, made_by: Mapping[str, object]) -
     Raises:
         ConfigError: A setting is unknown, or the hook cannot be made.
     """
-    given = (getattr(od_config, "custom_pipeline_args", None) or {}).get(SETTINGS)
+    given = (getattr(od_config, "model_config", None) or {}).get(SETTINGS)
     if given is None:
         return
     settings = _checked(given)
@@ -195,7 +196,7 @@ def identity_of(od_config: Any, settings: Mapping[str, str]) -> tuple[str, str] 
 def _checked(given: object) -> Mapping[str, str]:
     known = (HOOK, ENCODER, REVISION)
     if not isinstance(given, Mapping):
-        message = f"custom_pipeline_args[{SETTINGS!r}] is no mapping; its keys are {', '.join(known)}"
+        message = f"model_config[{SETTINGS!r}] is no mapping; its keys are {', '.join(known)}"
         raise ConfigError(message, field=SETTINGS)
     for name, value in given.items():
         if name not in known:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, ClassVar, Final
 
+from moonrelay_vllm_omni import plugin
 from moonrelay_vllm_omni.pipelines.common import (
     NEGATIVE,
     WARM_UP_TOKENS,
@@ -21,6 +22,7 @@ from moonrelay_vllm_omni.pipelines.common import (
     keep_only,
     whole_requests_only,
 )
+from moonrelay_vllm_omni.pipelines.conditioning import install_from
 
 #: Names of the classes, for the host's registry.
 NAMES: Final = (
@@ -71,6 +73,19 @@ def classes() -> Mapping[str, type[Any]]:
             self.condition_width = int(self.text_encoder.config.get_text_config().hidden_size)
             self.condition_dtype = self.text_encoder.dtype
             keep_only(self, _MODELS, self.keeps)
+            if "text_encoder" in self.keeps:
+                install_from(od_config, self, self.made_by())
+
+        def made_by(self) -> dict[str, object]:
+            """Return what decides a condition's bytes besides the encoder's weights and the call."""
+            return {
+                "pipeline": QwenImagePipeline.__qualname__,
+                "host": plugin.host_version(),
+                "template": self.prompt_template_encode,
+                "template_start": self.prompt_template_encode_start_idx,
+                "tokens": self.tokenizer_max_length,
+                "weights": self.text_encoder.dtype,
+            }
 
         def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
             if "transformer" in self.keeps:

@@ -12,6 +12,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any, ClassVar, Final
 
+from moonrelay_vllm_omni import plugin
 from moonrelay_vllm_omni.pipelines.common import (
     NEGATIVE,
     WARM_UP_TOKENS,
@@ -22,6 +23,7 @@ from moonrelay_vllm_omni.pipelines.common import (
     keep_only,
     whole_requests_only,
 )
+from moonrelay_vllm_omni.pipelines.conditioning import install_from
 
 #: Names of the classes, for the host's registry.
 NAMES: Final = ("MoonrelayWanEncode", "MoonrelayWanDenoise", "MoonrelayWanEncodeDenoise", "MoonrelayWanDecode")
@@ -74,6 +76,16 @@ def classes() -> Mapping[str, type[Any]]:
             transformer = self.transformer if self.transformer is not None else self.transformer_2
             self.condition_dtype = transformer.dtype
             keep_only(self, _MODELS, self.keeps)
+            if "text_encoder" in self.keeps:
+                install_from(od_config, self, self.made_by())
+
+        def made_by(self) -> dict[str, object]:
+            """Return what decides a condition's bytes besides the encoder's weights and the call."""
+            return {
+                "pipeline": Wan22Pipeline.__qualname__,
+                "host": plugin.host_version(),
+                "weights": self.text_encoder.dtype,
+            }
 
         def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
             if "transformer" in self.keeps:
