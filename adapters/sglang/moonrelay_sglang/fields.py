@@ -106,12 +106,14 @@ _TRACE: Final = "_trace_state"
 _IMAGE_MODES: Final = frozenset(
     {"1", "L", "LA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I", "F", "I;16"}
 )
+#: Takes extras and two dicts, and adds to these what it makes of their tensors and of the rest.
+Trees = Callable[[Mapping[str, Any], dict[str, Any], dict[str, Any]], None]
 _PLAIN_BASES: Final[tuple[Any, ...]] = (str, int, float, bytes)
 _INT64: Final = range(-(1 << 63), 1 << 63)
 
 
 def extract(
-    req: Any, *, left: Collection[str], left_of_sampling: Collection[str] = ()
+    req: Any, *, left: Collection[str], left_of_sampling: Collection[str] = (), trees: Trees | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Take what travels out of a request.
 
@@ -119,6 +121,7 @@ def extract(
         req: The host's ``Req``: a dataclass with ``sampling_params``, ``extra`` and ``trace_ctx``.
         left: Its fields that never travel; what is in `CARRIED` does all the same.
         left_of_sampling: As ``left``, of its sampling parameters.
+        trees: The host's way to take tensors out of an extra. What it takes, its roles' other ranks get as tensors too.
 
     Returns:
         Tensors and lists of tensors by field; all other values by field, as they are. Sampling parameters are among
@@ -137,7 +140,7 @@ def extract(
         if _is_default(value, found):
             continue
         (tensors if _is_tensors(value) else values)[found.name] = _simple(value)
-    _add_extras(getattr(req, "extra", None) or {}, values)
+    _add_extras(getattr(req, "extra", None) or {}, tensors, values, trees)
     _add_sampling(req, values, left_of_sampling)
     trace: Any = getattr(req, "trace_ctx", None)
     if getattr(trace, "tracing_enable", False):
@@ -263,7 +266,7 @@ def map_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 # -- inside ---------------------------------------------------------------------------------------------------------
 
 
-def _add_extras(extra: Any, values: dict[str, Any]) -> None:
+def _add_extras(extra: Any, tensors: dict[str, Any], values: dict[str, Any], trees: Trees | None) -> None:
     for key, value in extra.items():
         if key.startswith("_"):
             continue  # the host's word for what stays in its process
@@ -275,6 +278,12 @@ def _add_extras(extra: Any, values: dict[str, Any]) -> None:
             # The host drops such extras without a word, and its models are made for that.
             logger.warning("not sent to the next role: %s", exc.message)
             continue
+        if trees is not None and _holds_tensor(value):
+            taken: dict[str, Any] = {}
+            trees({key: value}, tensors, taken)
+            values.update(taken)
+            if taken:
+                continue
         values[f"{_EXTRA}{key}"] = value
 
 

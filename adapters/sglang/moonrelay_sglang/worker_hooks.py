@@ -7,11 +7,14 @@ another backend was chosen, on ranks that transfer nothing, and in the mode in w
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
+import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from moonrelay_sglang import config as settings
@@ -45,12 +48,8 @@ def around_launch_role(original: Callable[..., Any], server_args: Any, *args: An
     """
     if not settings.is_chosen(server_args):
         return original(server_args, *args, **kwargs)
-    before = _end_by_exception()
-    try:
+    with _terminable():
         return original(server_args, *args, **kwargs)
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
 
 
 def around_init_state(original: Callable[..., None], scheduler: Any, server_args: Any, local_rank: int) -> None:
@@ -85,15 +84,13 @@ def around_event_loop(original: Callable[..., None], scheduler: Any) -> None:
     if worker is None:
         original(scheduler)
         return
-    before = _end_by_exception()
-    try:
-        original(scheduler)
-    finally:
-        # The host cleans up only where its loop ends by itself, which it never does.
-        if not worker.closed:
-            scheduler._cleanup_disagg()
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+    with _terminable():
+        try:
+            original(scheduler)
+        finally:
+            # The host cleans up only where its loop ends by itself, which it never does.
+            if not worker.closed:
+                scheduler._cleanup_disagg()
 
 
 def around_cleanup(original: Callable[..., None], scheduler: Any) -> None:
@@ -176,6 +173,7 @@ def around_extract(original: Callable[..., Any], req: Any) -> tuple[dict[str, An
         req,
         left=host._EXCLUDE_FIELDS,
         left_of_sampling=host._SAMPLING_PARAMS_EXCLUDE_FIELDS,
+        trees=host.extract_extra_tensors,
     )
 
 
@@ -250,24 +248,41 @@ def _entry(scheduler: Any, scalars: dict[str, Any], loaded: Loaded, held: Held) 
     return req, loaded.event, request_id, None
 
 
-def _end_by_exception() -> Any:
-    """Make SIGTERM end the children first, and then the main thread by an exception, so that it cleans up.
+class _Terminated(SystemExit):
+    """SIGTERM came."""
 
-    Python's own way is to die at once, which leaves shared memory behind.
 
-    Returns:
-        What was there before; ``None`` where somebody else has a handler, or this is not the main thread.
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end the children and unwind the main thread, so that it cleans up, before it ends the process.
+
+    Python's own way is to die at once, which leaves shared memory behind. Of no effect where somebody else has a
+    handler, and in other threads than the main one.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return None
-    before = signal.getsignal(signal.SIGTERM)
-    if before is not signal.SIG_DFL:
-        return None
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
 
-    def end(number: int, _frame: object) -> None:
+    def unwind(number: int, _frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not break the cleaning up
         for child in multiprocessing.active_children():
             child.terminate()
-        raise SystemExit(128 + number)
+        raise _Terminated(128 + number)
 
-    signal.signal(signal.SIGTERM, end)
-    return before
+    signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    except _Terminated:
+        _die_by(signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _die_by(number: int) -> None:
+    """End the process as the signal does without us: the host's own way out may take longer than anybody waits."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -106,6 +106,17 @@ def test_extras_travel_with_tensors_inside_and_without_what_is_the_hosts(caplog:
     assert "extra['hook']" in caplog.text
 
 
+def test_the_host_takes_tensors_out_of_extras_where_it_can() -> None:
+    def trees(extra: Any, tensors: dict[str, Any], scalars: dict[str, Any]) -> None:
+        if "plain" in extra:
+            tensors["_tree_plain"], scalars["_tree_plain"] = [extra["plain"][0]], {"spec": ""}
+
+    plain, other = (torch.ones(1), 1), [torch.ones(1), 1 << 70]
+    tensors, values = fields.extract(Request(extra={"plain": plain, "other": other, "mu": 1}), left=LEFT, trees=trees)
+    assert tensors == {"_tree_plain": [plain[0]]}
+    assert values == {"_tree_plain": {"spec": ""}, "_extra_other": other, "_extra_mu": 1}
+
+
 def test_an_extra_with_a_tensor_in_something_foreign_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedTensor, match="extra\\['mixed'\\]"):
         extract(Request(extra={"mixed": [torch.ones(1), object()]}))

@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -195,6 +196,18 @@ def test_a_role_without_a_hook_or_with_wrong_settings_does_not_start(
     assert called == [("scheduler", chosen, 0)]
 
 
+TERMINATED = """
+import os, signal
+from moonrelay_sglang import worker_hooks
+with worker_hooks._terminable():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("cleaned")
+"""
+
+
 class FakeWorker:
     def __init__(self) -> None:
         self.closed = False
@@ -236,7 +249,15 @@ def test_however_the_loop_ends_it_is_cleaned_up_once(error: BaseException | None
     assert scheduler.said == ["stop", "host", "close"]
 
 
-def test_a_sigterm_cleans_up_and_ends() -> None:
+@pytest.fixture
+def died(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The signals by which this process would have ended."""
+    found: list[int] = []
+    monkeypatch.setattr(worker_hooks, "_die_by", found.append)
+    return found
+
+
+def test_a_sigterm_cleans_up_and_ends(died: list[int]) -> None:
     scheduler = Looping()
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -244,6 +265,7 @@ def test_a_sigterm_cleans_up_and_ends() -> None:
         with pytest.raises(SystemExit) as caught:
             worker_hooks.around_event_loop(lambda _self: os.kill(os.getpid(), signal.SIGTERM), scheduler)
         assert caught.value.code == 143
+        assert died == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -251,7 +273,7 @@ def test_a_sigterm_cleans_up_and_ends() -> None:
 
 
 @pytest.mark.processes
-def test_a_launchers_sigterm_ends_its_role_first() -> None:
+def test_a_launchers_sigterm_ends_its_role_first(died: list[int]) -> None:
     role = multiprocessing.get_context("spawn").Process(target=signal.pause, daemon=True)
     role.start()
     chosen = SimpleNamespace(disagg_transfer_backend="moonrelay")
@@ -263,6 +285,13 @@ def test_a_launchers_sigterm_ends_its_role_first() -> None:
         signal.signal(signal.SIGTERM, before)
     role.join(20)
     assert role.exitcode == -signal.SIGTERM
+    assert died == [signal.SIGTERM]
+
+
+@pytest.mark.processes
+def test_a_second_sigterm_does_not_break_the_cleaning_up() -> None:
+    run = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.stdout, run.returncode) == ("cleaned\n", -signal.SIGTERM), run.stderr
 
 
 def test_a_handler_of_somebody_elses_stays() -> None:
