@@ -19,9 +19,10 @@ from moonrelay.errors import ConfigError, MoonrelayError, PeerLost, QueueFull, W
 from moonrelay.queueing.task import PRIORITIES, check_affinity
 from moonrelay_sglang import config as settings
 from moonrelay_sglang import host_server, protocol
+from moonrelay_sglang.actions import Action, Dispatch, Failed, Limits, Release, StageInput
 from moonrelay_sglang.config import SglangConfig
 from moonrelay_sglang.host_server import HostServer
-from moonrelay_sglang.scheduling import Action, Dispatch, Failed, HeadScheduler, Limits, Release, StageInput
+from moonrelay_sglang.scheduling import HeadScheduler
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from moonrelay_sglang.scheduling import Action, Dispatch, Failed, HeadScheduler, Limits, Release, StageInput
 
 from moonrelay.clock import ManualClock
 from moonrelay.errors import CapacityError, ConfigError, MoonrelayError, PeerLost
+from moonrelay_sglang.actions import Action, Dispatch, Failed, Limits, Release, StageInput
+from moonrelay_sglang.scheduling import HeadScheduler
 
 POOLS = {
     "encoder": ["tcp://127.0.0.1:1"],
