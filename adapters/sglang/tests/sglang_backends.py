@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 POOL_BYTES = 32 << 20
@@ -111,8 +113,95 @@ class StockPair:
         """Nothing is left of it but memory."""
 
 
+class MoonrelayPair:
+    """Our managers, in the host's own class, over the engine for one process."""
+
+    def __init__(self) -> None:
+        from moonrelay_sglang import config
+        from moonrelay_sglang.manager import manager_class
+
+        def make(role: str) -> Any:
+            settings = config.from_server_args(
+                SimpleNamespace(disagg_role=role), {"engine": "memory", "pool_bytes": POOL_BYTES, "stage_timeout_s": 1}
+            )
+            return manager_class()(settings, epoch=role)
+
+        self.sender, self.receiver = make("encoder"), make("denoiser")
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes taken over so far."""
+        taken: int = self.receiver.counters().bytes
+        return taken
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are offered, and payloads that are claimed; what was handed out is the request's own."""
+        held = 0
+        for _ in range(100):
+            used = [manager.in_use() for manager in (self.sender, self.receiver)]
+            held = sum(one.bytes + one.payloads + one.claims for one in used)
+            if held == 0:
+                break
+            threading.Event().wait(0.02)
+        return held
+
+    def stage(self, request: str, tensors: dict[str, Any], scalars: dict[str, Any]) -> dict[str, Any]:
+        """Return the sender's message, as it comes out of the socket."""
+        from moonrelay.errors import MoonrelayError
+
+        try:
+            staged, _ = self.sender.stage_tensors_async(request, tensors, scalars, None)
+        except MoonrelayError as exc:
+            raise Refused(str(exc)) from exc
+        told = {
+            "manifest": staged.manifest,
+            "scalar_fields": staged.scalar_fields,
+            "data_size": staged.slot.size,
+        }
+        back: dict[str, Any] = json.loads(json.dumps(told))
+        return back
+
+    def carry(
+        self, tensors: dict[str, Any], scalars: dict[str, Any] | None = None, request: str = "a"
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Carry the fields of a request; return what the receiver has of them."""
+        message = self.stage(request, tensors, scalars or {})
+        loaded = self.receiver.load(request, message["manifest"], device="cpu:0")
+        self.receiver.done(request)
+        return loaded.tensors, {**message["scalar_fields"], **loaded.values}
+
+    def drop(self, request: str) -> None:
+        """Give up what a request has staged."""
+        self.sender.free_staged(request)
+
+    def carry_request(self, req: Any) -> Any:
+        """Carry a request from one role to the next."""
+        from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
+        from sglang.multimodal_gen.runtime.disaggregation import scheduler_mixin
+
+        from moonrelay_sglang import fields
+
+        class Role:
+            _disagg_sampling_params_cls = SamplingParams
+
+        taken = fields.extract(
+            req,
+            left=scheduler_mixin._EXCLUDE_FIELDS,
+            left_of_sampling=scheduler_mixin._SAMPLING_PARAMS_EXCLUDE_FIELDS,
+            trees=scheduler_mixin.extract_extra_tensors,
+        )
+        tensors, scalars = self.carry(*taken)
+        return scheduler_mixin.SchedulerDisaggMixin._build_disagg_req(Role(), scalars, tensors)
+
+    def close(self) -> None:
+        """End both managers."""
+        self.sender.cleanup()
+        self.receiver.cleanup()
+
+
 #: By the value of the host's flag. Each makes a pair.
-PAIRS: dict[str, Callable[[], Any]] = {"mooncake": StockPair}
+PAIRS: dict[str, Callable[[], Any]] = {"mooncake": StockPair, "moonrelay": MoonrelayPair}
 #: What a cluster with a backend is made with besides; see `sglang_cluster.Cluster`.
 CLUSTERS: dict[str, dict[str, Any]] = {"mooncake": {"backend": "mooncake"}}
 
