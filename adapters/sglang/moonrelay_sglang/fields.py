@@ -174,10 +174,13 @@ def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     plain: dict[str, Any] = {}
     packed: dict[str, Any] = {}
     for name, value in values.items():
-        if _is_json(value):
-            plain[name] = value
-        else:
-            packed[name] = pack(value, name)
+        try:
+            if _is_json(value):
+                plain[name] = value
+            else:
+                packed[name] = pack(value, name)
+        except RecursionError as exc:
+            raise _without_end(name) from exc
     return plain, packed
 
 
@@ -272,6 +275,8 @@ def _add_extras(extra: Any, tensors: dict[str, Any], values: dict[str, Any], tre
             continue  # the host's word for what stays in its process
         try:
             pack(value, f"extra[{key!r}]")
+        except RecursionError as exc:
+            raise _without_end(f"extra[{key!r}]") from exc
         except UnsupportedTensor as exc:
             if _holds_tensor(value):
                 raise
@@ -380,6 +385,11 @@ def _of(value: Any, module: str, name: str) -> bool:
     """Whether it is of a class of a module, if that was imported at all."""
     found = getattr(sys.modules.get(module), name, None)
     return found is not None and isinstance(value, found)
+
+
+def _without_end(field: str) -> UnsupportedTensor:
+    message = f"field {field!r} contains itself, or is nested too deep to be sent to the next role"
+    return UnsupportedTensor(message, field=field)
 
 
 def _bytes_tensor(raw: bytes | bytearray) -> Any:

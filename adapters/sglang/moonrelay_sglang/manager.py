@@ -169,8 +169,9 @@ class PayloadManager:
 
         Args:
             request_id: The request; what it offered before is withdrawn.
-            tensor_fields: Tensors by field, alone or in lists, tuples, dicts; ``None`` among them or instead.
-            scalar_fields: All else by field.
+            tensor_fields: Tensors by field, alone or in lists, tuples, dicts; ``None`` and plain values among them or
+                instead. They arrive as they are, or are refused.
+            scalar_fields: All else by field; see `moonrelay_sglang.fields.pack`.
             stream: The host's stream for copies; on it lies the event that is returned.
 
         Returns:
@@ -189,16 +190,15 @@ class PayloadManager:
             given_tensors = fields.needed(self._config.role, self._pipeline, given_tensors)
             given_scalars = fields.needed(self._config.role, self._pipeline, given_scalars)
         plain, packed = fields.split(given_scalars)
-        tensors = {name: fields.pack(value, name) for name, value in given_tensors.items()}
         attempt = self._attempt_of(request_id)
         payload = StagePayload(
             request_id=request_id,
             kind=self._config.role,
-            data={_TENSORS: tensors, _VALUES: packed},
+            data={_TENSORS: given_tensors, _VALUES: packed},
             attempt=attempt,
             schema=SCHEMA,
         )
-        handle = self._publish(payload, fields.nbytes_of(payload.data))
+        handle = self._publish(payload)
         manifest = protocol.manifest_of(handle.to_bytes(), epoch=self._epoch, nbytes=handle.nbytes, attempt=attempt)
         staged = Staged(request_id, Slot(0, handle.nbytes), manifest, plain, handle)
         with self._lock:
@@ -207,7 +207,7 @@ class PayloadManager:
             self._request_of[handle.id] = request_id
         if before is not None:
             self._connector.abort(before.handle, "the request's stage was done again")
-        return staged, _event_on(stream, self._device_of(tensors))
+        return staged, _event_on(stream, self._device_of(given_tensors))
 
     def load_tensors_async(
         self, request_id: str, manifest: Mapping[str, Any], device: Any = "cpu", stream: Any = None
@@ -221,14 +221,14 @@ class PayloadManager:
         with self._lock:
             return request_id in self._offered
 
-    def free_staged(self, request_id: str) -> None:
-        """Withdraw what a request offers. Idempotent; returns at once."""
+    def free_staged(self, request_id: str, reason: str = "withdrawn: nobody needs it any more") -> None:
+        """Withdraw what a request offers; readers are told the reason. Idempotent; returns at once."""
         with self._lock:
             staged = self._offered.pop(request_id, None)
             if staged is not None:
                 self._request_of.pop(staged.handle.id, None)
         if staged is not None:
-            self._connector.abort(staged.handle, "withdrawn: nobody needs it any more")
+            self._connector.abort(staged.handle, reason)
 
     def allocate_receive_slot(self, request_id: str, size: int) -> PendingReceive:
         """Answer a stock head, which wants an address before it sends work on; nothing is allocated."""
@@ -309,18 +309,34 @@ class PayloadManager:
         return loaded
 
     def done(self, request_id: str) -> None:
-        """Acknowledge what was taken over for a request: its own result is out. Idempotent. Blocks: for one message."""
+        """Acknowledge as `acknowledge`, and only log what fails: the result is out, and the head decides about it."""
+        try:
+            self.acknowledge(request_id)
+        except LeaseLost as exc:
+            logger.warning("%s was given to another instance meanwhile: %s", request_id, exc)
+        except MoonrelayError as exc:
+            logger.warning("%s could not be acknowledged, its lease will end it: %s", request_id, exc)
+
+    def acknowledge(self, request_id: str, timeout_s: float | None = None) -> None:
+        """Acknowledge what was taken over for a request: its own result is out. Without effect where nothing was.
+
+        Raises:
+            LeaseLost: Another instance has it meanwhile.
+            MoonrelayError: It cannot be told; it is given back.
+
+        Blocks: for one message, ``timeout_s`` at most.
+        """
         with self._lock:
             loaded = self._loaded.pop(request_id, None)
         if loaded is None:
             return
         try:
-            loaded.claim.ack()
-        except LeaseLost as exc:
-            logger.warning("%s was given to another instance meanwhile: %s", request_id, exc)
-        except MoonrelayError as exc:
-            logger.warning("%s could not be acknowledged, its lease will end it: %s", request_id, exc)
+            loaded.claim.ack(timeout_s=timeout_s)
+        except LeaseLost:
+            raise
+        except MoonrelayError:
             loaded.claim.nack()
+            raise
 
     def give_back(self, request_id: str) -> None:
         """Give back what was taken over for a request: another instance may take it at once. Idempotent."""
@@ -350,14 +366,14 @@ class PayloadManager:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _publish(self, payload: StagePayload, nbytes: int) -> StageHandle:
+    def _publish(self, payload: StagePayload) -> StageHandle:
         """Publish, waiting for room where what is under way will leave some."""
         deadline = Deadline(self._config.stage_timeout_s, self._clock)
         while True:
             try:
                 return self._connector.publish(payload, copy=True)
             except CapacityError:
-                pointless = nbytes > self.pool_size or self._connector.in_use()["slots"] == 0
+                pointless = fields.nbytes_of(payload.data) > self.pool_size or self._connector.in_use()["slots"] == 0
                 left_s = deadline.remaining() or 0.0
                 if pointless or left_s <= 0:
                     raise
@@ -401,7 +417,7 @@ def _unpacked(claim: PayloadClaim, data: object, device: Any, stream: Any) -> Lo
         raise WireError(message, field="schema", request_id=claim.handle.request_id)
     import torch
 
-    landed = {name: fields.unpack(data[name]) for name in (_TENSORS, _VALUES)}
+    landed = {_TENSORS: data[_TENSORS], _VALUES: fields.unpack(data[_VALUES])}
     target = torch.device(device)
     if target.type == "cpu":
         return Loaded(claim, landed[_TENSORS], landed[_VALUES])

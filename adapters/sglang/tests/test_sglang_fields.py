@@ -176,6 +176,16 @@ def test_foreign_things_are_refused_by_name() -> None:
         assert str(caught.value.context["field"]).startswith("side[0]")
 
 
+def test_what_contains_itself_is_refused_by_name() -> None:
+    endless: list[Any] = [1.5]
+    endless.append(endless)
+    with pytest.raises(UnsupportedTensor, match="contains itself") as caught:
+        fields.split({"sizes": [1], "endless": endless})
+    assert caught.value.context["field"] == "endless"
+    with pytest.raises(UnsupportedTensor, match="contains itself"):
+        extract(Request(extra={"endless": {"a": (torch.ones(1), endless)}}))
+
+
 def test_an_unknown_mark_is_refused() -> None:
     with pytest.raises(WireError, match="install the same"):
         fields.unpack({"__moonrelay__": "sphere"})

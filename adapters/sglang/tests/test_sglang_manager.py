@@ -126,6 +126,27 @@ def test_a_payload_arrives_bit_for_bit_and_everything_is_freed(make: Make) -> No
     assert receiver.counters() == protocol.Counters(delivered=1, bytes=staged.handle.nbytes)
 
 
+def test_a_tensor_field_arrives_as_it_is_or_is_refused(make: Make) -> None:
+    sender, receiver = make("encoder"), make("denoiser")
+    given = {"embeds": ({"a": torch.ones(2)}, None, {"__moonrelay__": "array", "b": 1})}
+    loaded = receiver.load("r", told(stage(sender, given)))
+    assert torch.equal(loaded.tensors["embeds"][0].pop("a"), torch.ones(2))
+    assert loaded.tensors["embeds"] == ({}, None, {"__moonrelay__": "array", "b": 1})
+    receiver.done("r")
+    with pytest.raises(UnsupportedTensor, match="embeds"):
+        stage(sender, {"embeds": [torch.ones(2), torch.ones(2).numpy()]}, request="s")
+    del loaded
+    assert settled(sender, receiver)
+
+
+def test_a_reader_is_told_why_a_payload_was_withdrawn(make: Make) -> None:
+    sender, receiver = make("encoder"), make("denoiser")
+    manifest = told(stage(sender, {"latents": torch.ones(4)}))
+    sender.free_staged("r", "the client has gone")
+    with pytest.raises(Aborted, match="the client has gone"):
+        receiver.load("r", manifest)
+
+
 def test_the_bytes_are_exact(make: Make) -> None:
     staged = stage(make(), {"latents": torch.zeros(1000, dtype=torch.uint8), "one": torch.zeros(1, dtype=torch.uint8)})
     assert staged.handle.nbytes == staged.slot.size == 1001
