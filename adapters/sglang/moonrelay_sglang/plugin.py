@@ -14,9 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from moonrelay.errors import PluginError
+
+if TYPE_CHECKING:
+    from moonrelay_conformance.targets.adapter import AdapterTarget
 
 logger = logging.getLogger(__name__)
 
@@ -167,3 +170,9 @@ class SglangAdapter:
         if refusal is not None:
             return False, refusal
         return True, f"{_HOST} {self.host_version()}"
+
+    def conformance_target(self) -> AdapterTarget:
+        """Return what the conformance suite tests; see `moonrelay_sglang.conformance`."""
+        from moonrelay_sglang.conformance import SglangTarget
+
+        return SglangTarget()
