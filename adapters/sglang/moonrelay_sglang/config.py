@@ -3,6 +3,9 @@
 Owns which flag means what to us and which keys the JSON has. It is the value of ``MOONRELAY_SGLANG``: a JSON object, or
 the path of a file that holds one. Reads no environment by itself, `moonrelay.config` does; knows the host's
 ``ServerArgs`` by its fields' names only.
+
+Flags of the host without a meaning here: ``--disagg-transfer-redundancy`` (buffers are not sized by a warm-up: payloads
+take their own bytes of one pool) and ``--disagg-role-device`` (where a role computes is the host's affair).
 """
 
 from __future__ import annotations
@@ -195,6 +198,12 @@ def from_server_args(server_args: object, more: Mapping[str, Any] | None = None)
     role = role_of(server_args)
     hostname = str(_flag(server_args, "disagg_p2p_hostname", "127.0.0.1") or "127.0.0.1")
     nics = str(_flag(server_args, "disagg_ib_device", None) or "")
+    if _flag(server_args, "disagg_transfer_pin_memory", "auto") == "required":
+        message = (
+            "--disagg-transfer-pin-memory required: Moonrelay does not register its pool with CUDA; "
+            "use auto or off, or put the pool on the device with 'device' in MOONRELAY_SGLANG"
+        )
+        raise ConfigError(message, field="disagg_transfer_pin_memory")
     timeout_s = float(_flag(server_args, "disagg_timeout", 3600))
     transfer: dict[str, Any] = {
         "pool_bytes": int(_flag(server_args, "disagg_transfer_pool_size", 256 << 20)),

@@ -22,6 +22,7 @@ import zmq
 from moonrelay.clock import Clock, SystemClock
 from moonrelay.errors import Aborted, IntegrityError, LeaseExpired, LeaseLost, MoonrelayError, PeerLost, WireError
 from moonrelay_sglang import protocol
+from moonrelay_sglang.sockets import WorkSocket, push_socket
 
 if TYPE_CHECKING:
     from moonrelay_sglang.config import SglangConfig
@@ -33,8 +34,6 @@ logger = logging.getLogger(__name__)
 LOST: Final = (PeerLost, LeaseLost, LeaseExpired, Aborted, IntegrityError)
 #: How long the thread that takes work waits before it looks whether to end, in milliseconds.
 LOOK_MS: Final = 200
-#: How long a report may wait for room in its socket, in milliseconds; the head is then away, and hears of it by a beat.
-REPORT_MS: Final = 1000
 #: How long the threads may take to end, in seconds.
 END_S: Final = 2.0
 #: The host's word, in its queue, for work that is loaded.
@@ -62,57 +61,6 @@ class Held:
 
 #: Makes the host's queue entry of scalars, what was loaded, and what is held for the request.
 Build = Callable[[dict[str, Any], "Loaded", Held], Any]
-
-
-class ResultSocket:
-    """The host's socket to the head, with everything that it sends about a request stamped, or held back.
-
-    Args:
-        socket: The host's PUSH socket.
-        worker: Whose requests they are.
-
-    Threads: the host's.
-    """
-
-    def __init__(self, socket: Any, worker: RoleWorker) -> None:
-        self._socket = socket
-        self._worker = worker
-
-    def send_multipart(self, frames: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        """Send, with a stamp; nothing where nobody needs the request any more."""
-        changed = self._worker.outgoing(frames)
-        if changed is None:
-            return None
-        sent = self._socket.send_multipart(changed, *args, **kwargs)
-        self._worker.sent()
-        return sent
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._socket, name)
-
-
-class WorkSocket:
-    """The host's socket from the head, as an encoder's main thread sees it: what another thread has taken already.
-
-    So that an encoder that computes says of waiting work that it has it, and hears at once of what is released.
-
-    Args:
-        socket: The host's PULL socket.
-        take: Gives the next work's frames; blocks.
-
-    Threads: the host's.
-    """
-
-    def __init__(self, socket: Any, take: Callable[[], list[bytes]]) -> None:
-        self._socket = socket
-        self._take = take
-
-    def recv_multipart(self, *_args: Any, **_kwargs: Any) -> list[bytes]:
-        """Return the next work. Blocks: until there is some."""
-        return self._take()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._socket, name)
 
 
 class RoleWorker:
@@ -162,8 +110,8 @@ class RoleWorker:
         self._closing = threading.Lock()
         # Sockets of our own, since the host's belongs to its main thread. ZeroMQ keeps a report for an absent head; of
         # beats only the next one counts.
-        self._reports = _push_socket(context, result_endpoint, immediate=False)
-        self._beats = _push_socket(context, result_endpoint, immediate=True)
+        self._reports = push_socket(context, result_endpoint, immediate=False)
+        self._beats = push_socket(context, result_endpoint, immediate=True)
         self._reporting = threading.Lock()
         self._loaders = ThreadPoolExecutor(max(1, min(config.slots, 8)), thread_name_prefix="moonrelay-load")
         self._threads: list[threading.Thread] = []
@@ -588,14 +536,3 @@ class RoleWorker:
         self._threads.append(thread)
         thread.start()
         return thread
-
-
-def _push_socket(context: Any, endpoint: str, *, immediate: bool) -> Any:
-    socket = context.socket(zmq.PUSH)
-    socket.setsockopt(zmq.LINGER, 200)
-    socket.setsockopt(zmq.SNDTIMEO, REPORT_MS)
-    if immediate:
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.SNDHWM, 2)
-    socket.connect(endpoint)
-    return socket

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 from moonrelay_sglang import config as settings
 from moonrelay_sglang import fields
 from moonrelay_sglang.manager import manager_class
-from moonrelay_sglang.worker import Held, ResultSocket, RoleWorker
+from moonrelay_sglang.sockets import ResultSocket
+from moonrelay_sglang.worker import Held, RoleWorker
 
 if TYPE_CHECKING:
     from moonrelay_sglang.manager import Loaded

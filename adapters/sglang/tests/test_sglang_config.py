@@ -130,6 +130,13 @@ def test_a_variable_that_is_no_json(monkeypatch: pytest.MonkeyPatch, text: str, 
         config.from_server_args(flags())
 
 
+@pytest.mark.parametrize("said", ["auto", "off"])
+def test_pinned_memory_is_refused_where_it_is_required(said: str) -> None:
+    config.from_server_args(flags(disagg_transfer_pin_memory=said))
+    with pytest.raises(ConfigError, match="pin-memory required"):
+        config.from_server_args(flags(disagg_transfer_pin_memory="required"))
+
+
 def test_a_host_name_becomes_an_address() -> None:
     assert config.from_server_args(flags(disagg_p2p_hostname="localhost")).transfer.hostname in ("127.0.0.1", "::1")
     with pytest.raises(ConfigError, match="disagg-p2p-hostname"):

@@ -15,7 +15,8 @@ import zmq
 from moonrelay.errors import CapacityError
 from moonrelay_sglang import config, protocol
 from moonrelay_sglang.manager import Loaded, PayloadManager
-from moonrelay_sglang.worker import Held, ResultSocket, RoleWorker
+from moonrelay_sglang.sockets import ResultSocket
+from moonrelay_sglang.worker import Held, RoleWorker
 
 WITHIN_S = 20.0
 
