@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from moonrelay.clock import Clock, Deadline, SystemClock
@@ -72,14 +72,28 @@ class Loaded:
         tensors: Tensors and lists of tensors by field.
         values: All else by field.
         event: The host's event after which the tensors are on the device; ``None`` where they are.
-        source: The tensors as they landed; kept until the copies to the device are done.
     """
 
     claim: PayloadClaim
     tensors: dict[str, Any]
     values: dict[str, Any]
     event: Any = None
-    source: Any = field(default=None, repr=False)
+
+
+@dataclass(slots=True)
+class _Taken:
+    """What is kept of a payload that was taken over.
+
+    Not its tensors: they are the request's, and those that a stage replaces give their memory back before it offers
+    its own.
+
+    Attributes:
+        claim: The right to it.
+        source: The tensors as they landed, where copies to a device may still be under way.
+    """
+
+    claim: PayloadClaim
+    source: Any = None
 
 
 class PayloadManager:
@@ -121,7 +135,7 @@ class PayloadManager:
         self._changed = threading.Condition(self._lock)
         self._offered: dict[str, Staged] = {}
         self._request_of: dict[str, str] = {}
-        self._loaded: dict[str, Loaded] = {}
+        self._taken: dict[str, _Taken] = {}
         self._counts: Counter[str] = Counter()
         self._connector = DiffusionConnector(
             role=f"sglang-{config.role}",
@@ -185,6 +199,10 @@ class PayloadManager:
         Blocks: for the copy, and up to ``stage_timeout_s`` for room.
         """
         self._on_stage()
+        with self._lock:
+            taken = self._taken.get(request_id)
+            if taken is not None:
+                taken.source = None  # it was computed with, so it is on the device
         given_tensors, given_scalars = dict(tensor_fields), dict(scalar_fields or {})
         if not self._config.send_all:
             given_tensors = fields.needed(self._config.role, self._pipeline, given_tensors)
@@ -244,8 +262,8 @@ class PayloadManager:
     def cleanup(self) -> None:
         """End it: give back what was taken over, close the connector. Idempotent. Blocks: ``drain_timeout_s``."""
         with self._lock:
-            loaded = list(self._loaded)
-        for request_id in loaded:
+            taken = list(self._taken)
+        for request_id in taken:
             self.give_back(request_id)
         self._connector.close()
 
@@ -295,13 +313,13 @@ class PayloadManager:
         deadline = Deadline(self._config.fetch_timeout_s if timeout_s is None else timeout_s, self._clock)
         claim = self._connector.claim(handle, timeout_s=deadline.remaining() or 0.0)
         try:
-            loaded = _unpacked(claim, claim.read(timeout_s=deadline.remaining()), device, stream)
+            loaded, source = _unpacked(claim, claim.read(timeout_s=deadline.remaining()), device, stream)
         except BaseException:
             claim.nack()
             raise
         with self._lock:
-            before = self._loaded.pop(request_id, None)
-            self._loaded[request_id] = loaded
+            before = self._taken.pop(request_id, None)
+            self._taken[request_id] = _Taken(claim, source)
             self._counts["delivered"] += 1
             self._counts["bytes"] += handle.nbytes
         if before is not None:
@@ -327,23 +345,23 @@ class PayloadManager:
         Blocks: for one message, ``timeout_s`` at most.
         """
         with self._lock:
-            loaded = self._loaded.pop(request_id, None)
-        if loaded is None:
+            taken = self._taken.pop(request_id, None)
+        if taken is None:
             return
         try:
-            loaded.claim.ack(timeout_s=timeout_s)
+            taken.claim.ack(timeout_s=timeout_s)
         except LeaseLost:
             raise
         except MoonrelayError:
-            loaded.claim.nack()
+            taken.claim.nack()
             raise
 
     def give_back(self, request_id: str) -> None:
         """Give back what was taken over for a request: another instance may take it at once. Idempotent."""
         with self._lock:
-            loaded = self._loaded.pop(request_id, None)
-        if loaded is not None:
-            loaded.claim.nack()
+            taken = self._taken.pop(request_id, None)
+        if taken is not None:
+            taken.claim.nack()
 
     def withdraw(self, request_id: str, up_to_attempt: int | None = None) -> None:
         """Withdraw what a request offers, if it was made by an attempt up to this one (``None``: by any)."""
@@ -410,8 +428,8 @@ def manager_class() -> type[PayloadManager]:
     return MoonrelayTransferManager
 
 
-def _unpacked(claim: PayloadClaim, data: object, device: Any, stream: Any) -> Loaded:
-    """Return what was read, with its tensors on ``device``."""
+def _unpacked(claim: PayloadClaim, data: object, device: Any, stream: Any) -> tuple[Loaded, Any]:
+    """Return what was read, with its tensors on ``device``, and what must live until the copies to it are done."""
     if not isinstance(data, dict) or data.keys() != {_TENSORS, _VALUES}:
         message = f"the payload is none of a role of SGLang, schema {claim.handle.schema!r}"
         raise WireError(message, field="schema", request_id=claim.handle.request_id)
@@ -420,7 +438,7 @@ def _unpacked(claim: PayloadClaim, data: object, device: Any, stream: Any) -> Lo
     landed = {_TENSORS: data[_TENSORS], _VALUES: fields.unpack(data[_VALUES])}
     target = torch.device(device)
     if target.type == "cpu":
-        return Loaded(claim, landed[_TENSORS], landed[_VALUES])
+        return Loaded(claim, landed[_TENSORS], landed[_VALUES]), None
     module = torch.get_device_module(target)
     computing = module.current_stream(target)
     with module.stream(stream):
@@ -429,7 +447,7 @@ def _unpacked(claim: PayloadClaim, data: object, device: Any, stream: Any) -> Lo
         event.record(module.current_stream(target))
     # Made on the host's stream for copies, used on the computing one: not to be given to others before that is done.
     fields.map_tensors(moved, lambda tensor: tensor.record_stream(computing))
-    return Loaded(claim, moved[_TENSORS], moved[_VALUES], event, landed)
+    return Loaded(claim, moved[_TENSORS], moved[_VALUES], event), landed
 
 
 def _event_on(stream: Any, device_kind: str) -> Any:

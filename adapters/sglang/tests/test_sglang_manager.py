@@ -266,6 +266,16 @@ def test_a_manifest_is_good_for_its_own_request_only(make: Make) -> None:
         receiver.load("mine", {"latents": {"offset": 0}})
 
 
+def test_what_a_stage_replaces_makes_room_for_what_it_made(make: Make) -> None:
+    sender, role = make("encoder"), make("denoiser", stage_timeout_s=0.2)
+    fields = role.load("r", told(stage(sender, {"latents": torch.zeros(3 << 20, dtype=torch.uint8)}))).tensors
+    with pytest.raises(CapacityError):
+        stage(role, {"latents": torch.ones(3 << 20, dtype=torch.uint8)})
+    fields["latents"] = torch.ones(3 << 20, dtype=torch.uint8)
+    assert stage(role, fields).handle.nbytes == 3 << 20
+    role.done("r")
+
+
 def test_attempts_are_withdrawn_up_to_the_one_named(make: Make) -> None:
     sender = make("encoder", attempt=3)
     staged = stage(sender, {"latents": torch.ones(4)})
