@@ -367,6 +367,12 @@ class Receiver:
                 if wanted.given_up or self._closed:
                     return
                 until = wanted.until
+                if until.expired:
+                    # The caller's time went by before this thread had its turn: not a failure, and not asked yet.
+                    wanted.state, wanted.look_s = _State.LOOKING, self._clock.monotonic()
+                    wanted.until = Deadline(self._fetch_timeout_s, self._clock)
+                    self._changed.notify_all()
+                    return
             with self._connector.claim(handle, timeout_s=until.remaining() or 0.0) as claim:
                 with self._changed:
                     if wanted.given_up:

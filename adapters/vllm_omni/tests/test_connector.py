@@ -24,6 +24,7 @@ from moonrelay.errors import (
     UnsupportedTensor,
     WireError,
 )
+from moonrelay_vllm_omni import receiving
 from moonrelay_vllm_omni.connector import HANDLE_FIELD, ConnectorClosed, StageConnector
 from moonrelay_vllm_omni.mapping import RawBuffer
 from moonrelay_vllm_omni.receiving import GONE
@@ -320,6 +321,21 @@ def test_keyword_calls(make: Make) -> None:
         assert time.monotonic() < end
         threading.Event().wait(0.002)
     assert digest(found[0]) == digest(tree(1))
+
+
+def test_a_fetch_that_had_no_turn_in_time_is_not_a_failure(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A fetch is to end within a twentieth of the caller's time, so that it is late for sure and the caller is not.
+    monkeypatch.setattr(receiving, "MARGIN", 0.95)
+    monkeypatch.setattr(receiving, "MARGIN_MAX_S", 100.0)
+    producer, consumer = make(), make(fetchers=1)
+    assert producer.put(*EDGE, "k", {"x": torch.ones(4)})[0]
+    go_on = threading.Event()
+    consumer._receiver._pool.submit(go_on.wait, 30.0)  # the only thread that fetches
+    with ThreadPoolExecutor(1) as pool:
+        getting = pool.submit(got, consumer, "k", within_s=20.0)
+        threading.Event().wait(1.5)
+        go_on.set()
+        assert torch.equal(getting.result(30.0)["x"], torch.ones(4))
 
 
 def test_a_deadline_that_passes_gives_none_in_time(make: Make) -> None:
