@@ -231,12 +231,13 @@ class RoleWorker:
         return self._taken
 
     @contextlib.contextmanager
-    def working(self, request_id: str, held: Held | None) -> Iterator[bool]:
+    def working(self, request_id: str, held: Held | None, *, in_step: bool = False) -> Iterator[bool]:
         """Work on a request in the host's main thread: what fails in here is reported, and ends only this request.
 
         Args:
             request_id: The request.
             held: What was held for it when it was accepted; ``None`` where a stock head's message went past us.
+            in_step: Other ranks compute it too, and would wait for this one: it is not left out for a release.
 
         Yields:
             Whether there is anything to do: not where it was released, or cannot be computed.
@@ -244,7 +245,7 @@ class RoleWorker:
         if held is None:
             with self._lock:
                 held = self._held[request_id] = Held(0)
-        if held.released or held.failure is not None:
+        if held.failure is not None or (held.released and not in_step):
             self._leave(request_id, held, held.failure)
             yield False
             return

@@ -113,7 +113,8 @@ def around_encoder_step(original: Callable[..., None], scheduler: Any, send_tens
     if worker is None or frames is None:
         original(scheduler, send_tensors, frames=frames)
         return
-    with worker.working(bytes(frames[0]).decode(), worker.taken()) as wanted:
+    request_id = bytes(frames[0]).decode()
+    with worker.working(request_id, worker.taken(), in_step=scheduler._is_multi_rank()) as wanted:
         if wanted:
             original(scheduler, send_tensors, frames=frames)
 
@@ -125,7 +126,8 @@ def around_forward_and_stage(original: Callable[..., None], scheduler: Any, req:
         original(scheduler, req, request_id)
         return
     try:
-        with worker.working(request_id, getattr(req, _HELD, None)) as wanted:
+        held = getattr(req, _HELD, None)
+        with worker.working(request_id, held, in_step=scheduler._is_multi_rank()) as wanted:
             if wanted:
                 original(scheduler, req, request_id)
     finally:

@@ -270,6 +270,20 @@ def test_a_release_drops_what_waits_and_the_result_of_what_runs(make: Make) -> N
     assert role.said(protocol.FINISHED)["request_id"] == "s"
 
 
+def test_ranks_in_step_compute_what_was_released_and_its_result_goes_nowhere(make: Make) -> None:
+    sender, role = make("encoder"), make("denoiser")
+    role.ready("r", offer(sender), 1)
+    _, _, held = role.next()
+    role.release("r")
+    assert until(lambda: held.released)
+    with role.worker.working("r", held, in_step=True) as wanted:
+        assert wanted
+        role.manager.stage_tensors_async("r", {"latents": torch.zeros(4)}, {})
+        role.socket.send_multipart([b"__transfer__", b'{"msg_type":"transfer_done","request_id":"r"}'])
+    assert role.said(protocol.FINISHED)["request_id"] == "r"
+    assert until(lambda: role.manager.in_use().payloads == 0 == role.manager.in_use().claims)
+
+
 def test_an_older_release_does_not_touch_a_newer_attempt(make: Make) -> None:
     sender, role = make("encoder"), make("denoiser")
     role.ready("r", offer(sender), 2)
