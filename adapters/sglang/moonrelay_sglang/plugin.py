@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from moonrelay.errors import PluginError
 
 if TYPE_CHECKING:
+    from moonrelay.cli.bench.host_lanes import HostBench
     from moonrelay_conformance.targets.adapter import AdapterTarget
 
 logger = logging.getLogger(__name__)
@@ -170,6 +171,12 @@ class SglangAdapter:
         if refusal is not None:
             return False, refusal
         return True, f"{_HOST} {self.host_version()}"
+
+    def host_bench(self) -> type[HostBench]:
+        """Return what ``moonrelay bench host sglang`` measures; see `moonrelay_sglang.bench`."""
+        from moonrelay_sglang.bench import SglangBench
+
+        return SglangBench
 
     def conformance_target(self) -> AdapterTarget:
         """Return what the conformance suite tests; see `moonrelay_sglang.conformance`."""
