@@ -135,6 +135,9 @@ class PayloadManager:
         self._changed = threading.Condition(self._lock)
         self._offered: dict[str, Staged] = {}
         self._request_of: dict[str, str] = {}
+        # Payloads that ended, by another thread, before it was noted whose they are; empty while nothing is staged.
+        self._staging = 0
+        self._ended_early: set[str] = set()
         self._taken: dict[str, _Taken] = {}
         self._counts: Counter[str] = Counter()
         self._connector = DiffusionConnector(
@@ -216,13 +219,23 @@ class PayloadManager:
             attempt=attempt,
             schema=SCHEMA,
         )
-        handle = self._publish(payload)
-        manifest = protocol.manifest_of(handle.to_bytes(), epoch=self._epoch, nbytes=handle.nbytes, attempt=attempt)
-        staged = Staged(request_id, Slot(0, handle.nbytes), manifest, plain, handle)
         with self._lock:
-            before = self._offered.get(request_id)
-            self._offered[request_id] = staged
-            self._request_of[handle.id] = request_id
+            self._staging += 1
+        before: Staged | None = None
+        try:
+            handle = self._publish(payload)
+            manifest = protocol.manifest_of(handle.to_bytes(), epoch=self._epoch, nbytes=handle.nbytes, attempt=attempt)
+            staged = Staged(request_id, Slot(0, handle.nbytes), manifest, plain, handle)
+            with self._lock:
+                before = self._offered.pop(request_id, None)
+                if handle.id not in self._ended_early:
+                    self._offered[request_id] = staged
+                    self._request_of[handle.id] = request_id
+        finally:
+            with self._lock:
+                self._staging -= 1
+                if not self._staging:
+                    self._ended_early.clear()
         if before is not None:
             self._connector.abort(before.handle, "the request's stage was done again")
         return staged, _event_on(stream, self._device_of(given_tensors))
@@ -406,6 +419,8 @@ class PayloadManager:
             return  # a reader's claim lapsed, the payload stays
         with self._changed:
             request_id = self._request_of.pop(event.payload_id, None)
+            if request_id is None and self._staging:
+                self._ended_early.add(event.payload_id)
             staged = None if request_id is None else self._offered.get(request_id)
             if request_id is not None and staged is not None and staged.handle.id == event.payload_id:
                 del self._offered[request_id]

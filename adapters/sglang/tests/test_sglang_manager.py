@@ -147,6 +147,21 @@ def test_a_reader_is_told_why_a_payload_was_withdrawn(make: Make) -> None:
         receiver.load("r", manifest)
 
 
+def test_a_payload_that_ends_while_it_is_staged_is_not_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = make("encoder")
+    publish = sender._connector.publish
+
+    def publish_and_fail(payload: Any, **how: Any) -> Any:
+        handle = publish(payload, **how)
+        sender._connector.abort(handle, "the store is full")  # as its mover does, in a thread of its own
+        return handle
+
+    monkeypatch.setattr(sender._connector, "publish", publish_and_fail)
+    stage(sender, {"latents": torch.ones(4)})
+    assert settled(sender)
+    assert not sender.push_to_peer("r", "there", 0, 16)
+
+
 def test_the_bytes_are_exact(make: Make) -> None:
     staged = stage(make(), {"latents": torch.zeros(1000, dtype=torch.uint8), "one": torch.zeros(1, dtype=torch.uint8)})
     assert staged.handle.nbytes == staged.slot.size == 1001
