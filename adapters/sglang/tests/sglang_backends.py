@@ -203,7 +203,10 @@ class MoonrelayPair:
 #: By the value of the host's flag. Each makes a pair.
 PAIRS: dict[str, Callable[[], Any]] = {"mooncake": StockPair, "moonrelay": MoonrelayPair}
 #: What a cluster with a backend is made with besides; see `sglang_cluster.Cluster`.
-CLUSTERS: dict[str, dict[str, Any]] = {"mooncake": {"backend": "mooncake"}}
+CLUSTERS: dict[str, dict[str, Any]] = {
+    "mooncake": {"backend": "mooncake"},
+    "moonrelay": {"backend": "moonrelay"},
+}
 
 
 def backends(known: dict[str, Any], stock_fault: str | None = None, raises: Any = AssertionError) -> Any:
