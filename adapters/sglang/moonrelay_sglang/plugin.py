@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 from moonrelay.errors import PluginError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from moonrelay.cli.bench.host_lanes import HostBench
+    from moonrelay.plugins import HostFinding
     from moonrelay_conformance.targets.adapter import AdapterTarget
 
 logger = logging.getLogger(__name__)
@@ -171,6 +174,12 @@ class SglangAdapter:
         if refusal is not None:
             return False, refusal
         return True, f"{_HOST} {self.host_version()}"
+
+    def examine(self) -> Iterator[HostFinding]:
+        """Look whether the plugin is active in the host; see `moonrelay_sglang.activity.examine`."""
+        from moonrelay_sglang import activity
+
+        yield from activity.examine()
 
     def host_bench(self) -> type[HostBench]:
         """Return what ``moonrelay bench host sglang`` measures; see `moonrelay_sglang.bench`."""
