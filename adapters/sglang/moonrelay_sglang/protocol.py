@@ -134,8 +134,10 @@ class Failure(Struct, frozen=True, kw_only=True):
         return cls(code=MoonrelayError.code, retryable=False, message=text[:2000])
 
     def error(self) -> MoonrelayError:
-        """Return it as an exception, ready to raise."""
-        return from_wire(self.code, self.retryable, self.message)
+        """Return it as an exception, ready to raise; its text is the message alone, which says all."""
+        error = from_wire(self.code, self.retryable, self.message)
+        error.context.clear()
+        return error
 
 
 class InUse(Struct, frozen=True, kw_only=True):

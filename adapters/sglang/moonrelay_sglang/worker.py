@@ -366,6 +366,9 @@ class RoleWorker:
                     logger.warning("%s: a message of unknown type %r", self._role, message.get("msg_type"))
             except (MoonrelayError, KeyError, TypeError, ValueError) as exc:
                 logger.warning("%s: a message of the head is not understood and dropped: %s", self._role, exc)
+            except Exception:
+                # Outermost frame of this thread, without which the role is deaf.
+                logger.exception("%s: a message of the head could not be dealt with", self._role)
 
     def _accept_request(self, frames: list[bytes]) -> None:
         """Accept an encoder's work."""
@@ -522,15 +525,21 @@ class RoleWorker:
     def _beat_on(self) -> None:
         """Give signs of life until the end (own thread)."""
         while not self._ending.is_set():
-            frames = protocol.encode(self.beat())
-            with self._reporting:
-                if self._beats.closed:
-                    return
-                with contextlib.suppress(zmq.Again):  # no head is there, or it does not listen now
-                    self._beats.send_multipart(frames, zmq.NOBLOCK)
+            try:
+                self._beat_once()
+            except Exception:
+                # Outermost frame of this thread, without which the head takes the role for dead.
+                logger.exception("%s: no sign of life this time", self._role)
             with self._wake:
                 if not self._ending.is_set():
                     self._clock.wait(self._wake, self.config.beat_s)
+
+    def _beat_once(self) -> None:
+        frames = protocol.encode(self.beat())
+        with self._reporting:
+            if not self._beats.closed:
+                with contextlib.suppress(zmq.Again):  # no head is there, or it does not listen now
+                    self._beats.send_multipart(frames, zmq.NOBLOCK)
 
     def _begin_thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=run, name=name, daemon=True)

@@ -174,3 +174,4 @@ def test_errors_cross_the_wire() -> None:
     assert isinstance(protocol.Failure.of(CapacityError("full")).error(), CapacityError)
     other = protocol.Failure.of(RuntimeError("two\nlines"))
     assert (other.retryable, other.message) == (False, "RuntimeError: two lines")
+    assert str(other.error()) == "RuntimeError: two lines", "a client reads it"

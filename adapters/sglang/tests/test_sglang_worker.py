@@ -152,6 +152,25 @@ def test_it_registers_and_gives_signs_of_life(make: Make) -> None:
     assert (beat.registration, beat.holding, beat.in_use) == (found, (), protocol.InUse())
 
 
+def test_a_beat_that_fails_is_not_the_last(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    role = make("denoiser")
+    failing = [True]
+
+    def beat(_self: RoleWorker) -> protocol.Beat:
+        if failing:
+            failing.pop()
+            message = "once"
+            raise RuntimeError(message)
+        return whole(_self)
+
+    whole = RoleWorker.beat
+    monkeypatch.setattr(RoleWorker, "beat", beat)
+    assert until(lambda: not failing)
+    while role.results.poll(0):
+        role.results.recv_multipart()
+    role.said(protocol.BEAT)
+
+
 def test_work_is_loaded_computed_and_acknowledged(make: Make) -> None:
     sender, role = make("encoder"), make("denoiser")
     role.ready("r", offer(sender, size=(1, 2), seed=3), 7)
