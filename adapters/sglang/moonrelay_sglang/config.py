@@ -97,6 +97,9 @@ class SglangConfig:
         timeout_s: ``--disagg-timeout``: a request's whole life.
         queue_timeout_s: ``--disagg-downstream-wait-timeout``: its longest wait for an instance of one stage.
         send_all: Send every field on every hop, also those that the receiving role is known not to read.
+        condition_hook: ``package.module:make`` of what remembers conditions; see `moonrelay_sglang.conditioning`.
+        encoder: Whose weights the text encoder has, for the hook's keys, where that is not the model's name.
+        encoder_revision: Of those weights, where neither the host's ``--revision`` nor the hub's cache says it.
     """
 
     role: str
@@ -121,6 +124,9 @@ class SglangConfig:
     timeout_s: float = 3600.0
     queue_timeout_s: float = 1800.0
     send_all: bool = False
+    condition_hook: str | None = None
+    encoder: str | None = None
+    encoder_revision: str | None = None
 
     def __post_init__(self) -> None:
         config.require_positive(
@@ -169,6 +175,9 @@ _OWN: Final[Mapping[str, tuple[type, ...]]] = {
     "labels": (dict,),
     "instance": (str,),
     "send_all": (bool,),
+    "condition_hook": (str,),
+    "encoder": (str,),
+    "encoder_revision": (str,),
 }
 KEYS: Final = (*_OWN, *_TRANSFER, *_STORE, *_CONTROL)
 

@@ -38,6 +38,7 @@ _RUNTIME: Final = "sglang.multimodal_gen.runtime"
 _MIXIN: Final = f"{_RUNTIME}.disaggregation.scheduler_mixin"
 _WORKER: Final = f"{_MIXIN}.SchedulerDisaggMixin"
 _HEAD: Final = f"{_RUNTIME}.disaggregation.orchestrator.DiffusionServer"
+_ENCODING: Final = f"{_RUNTIME}.pipelines_core.stages.text_encoding.TextEncodingStage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ HOOKS: Final = (
     Hook(f"{_WORKER}._cleanup_disagg", "worker_hooks:around_cleanup"),
     Hook(f"{_MIXIN}._init_disagg_request_scheduler", "worker_hooks:around_init_request_scheduler"),
     Hook(f"{_MIXIN}.extract_transfer_fields", "worker_hooks:around_extract"),
+    Hook(f"{_ENCODING}.forward", "conditioning:around_forward"),
     Hook(f"{_HEAD}.__init__", "head:around_init"),
     Hook(f"{_HEAD}._handle_client_request", "head:around_client_request"),
     Hook(f"{_HEAD}._handle_role_result", "head:around_role_result"),

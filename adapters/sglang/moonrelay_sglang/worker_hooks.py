@@ -56,10 +56,12 @@ def around_launch_role(original: Callable[..., Any], server_args: Any, *args: An
 def around_init_state(original: Callable[..., None], scheduler: Any, server_args: Any, local_rank: int) -> None:
     """Refuse a role without all our hooks, or with wrong settings; on ``_init_disagg_state``."""
     if settings.is_chosen(server_args) and settings.role_of(server_args) not in _ALONE:
-        from moonrelay_sglang import plugin
+        from moonrelay_sglang import conditioning, plugin
 
         plugin.verify()
-        settings.from_server_args(server_args)
+        hook = settings.from_server_args(server_args).condition_hook
+        if hook is not None:
+            conditioning.named(hook)
     original(scheduler, server_args, local_rank)
 
 

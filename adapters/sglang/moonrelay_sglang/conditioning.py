@@ -1,0 +1,377 @@
+"""The seam round ``TextEncodingStage.forward``: where a cache of embeddings is put in.
+
+Owns the key: everything that decides the bytes, and nothing else. Where that is not known completely there is no key,
+and then no hook is asked: never a guess. Keeps nothing itself, and without a hook changes nothing. The hook is named in
+``MOONRELAY_SGLANG`` as ``{"condition_hook": "package.module:make"}``; what that makes, called without arguments, is
+called with a `ConditionKey` and a function that encodes, and returns what a request's text became, by field.
+
+The host's own fingerprint of a request is in the key, and not alone: it tells large tensors apart by shape only, and
+says nothing of weights, types and templates, since it is compared within one process.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import importlib
+import logging
+import re
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, is_dataclass
+from types import FunctionType
+from typing import Any, Final, TypeAlias
+
+from moonrelay.errors import ConfigError, PluginError
+from moonrelay_sglang import config as settings
+from moonrelay_sglang.config import SglangConfig
+
+logger = logging.getLogger(__name__)
+
+_KEY_VERSION: Final = "moonrelay.condition/1"
+#: The host's class. Its subclasses read more of a request than its fingerprint has, so they are left alone.
+_STAGE: Final = "sglang.multimodal_gen.runtime.pipelines_core.stages.text_encoding.TextEncodingStage"
+#: Where what was found out of a stage hangs on it.
+_FOUND: Final = "_moonrelay_condition"
+#: Of the host's settings, what decides how an encoder computes.
+_COMPUTES: Final = (
+    "attention_backend",
+    "component_attention_backends",
+    "component_precisions",
+    "disable_autocast",
+    "enable_torch_compile",
+    "regional_compile",
+    "model_subfolder",
+    "model_variant",
+    "pipeline_class_name",
+)
+#: With one of these the weights are not those of the model's revision.
+_OTHER_WEIGHTS: Final = (
+    "lora_path",
+    "quantization",
+    "component_quantizations",
+    "component_paths",
+    "component_weights_paths",
+)
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+#: A folder of the hub's cache.
+_SNAPSHOT: Final = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<revision>[0-9a-f]{40})/?$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConditionKey:
+    """What decides the bytes of a condition.
+
+    Attributes:
+        encoder: Whose weights, by the model's name.
+        revision: Of the weights.
+        made_by: What of the process decides more: versions, device, the encoders' classes and types, the pipeline's
+            settings, template among them.
+        request: The host's fingerprint of a request: prompts, guidance, template, length.
+        digest: Of all that, 64 hexadecimal digits.
+    """
+
+    encoder: str
+    revision: str
+    made_by: Mapping[str, object]
+    request: tuple[object, ...]
+    digest: str
+
+
+#: Called with a key and what encodes; returns what that returned, now or earlier. As `EmbeddingCache.get_or_encode`.
+Hook: TypeAlias = Callable[[ConditionKey, Callable[[], Mapping[str, object]]], Mapping[str, object]]
+
+
+class IncompleteKey(Exception):
+    """Something that decides the bytes is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seam:
+    """What was found out of one stage."""
+
+    hook: Hook
+    encoder: str
+    revision: str
+    made_by: Mapping[str, object]
+
+
+def around_forward(original: Callable[..., Any], stage: Any, batch: Any, server_args: Any) -> Any:
+    """Ask the hook that was chosen, if one was; on ``TextEncodingStage.forward``.
+
+    What the hook raises, and what encoding raises within it, passes. What the request gets is its own: a later stage
+    may write into that.
+    """
+    seam = _seam_of(stage, server_args)
+    if seam is None or getattr(batch, "is_warmup", False):
+        return original(stage, batch, server_args)
+    names = tuple(stage.deduplicated_output_fields)
+    before = {name: getattr(batch, name, None) for name in names}
+    key = None
+    if not any(_is_there(value) for value in before.values()) and _weights_as_loaded():
+        key = key_of(seam.encoder, seam.revision, seam.made_by, stage.build_dedup_fingerprint(batch, server_args))
+    if key is None:
+        return original(stage, batch, server_args)
+
+    def encode() -> Mapping[str, object]:
+        for name, value in before.items():
+            # The stage appends to lists of the request: asked again, it must find them empty again.
+            setattr(batch, name, list(value) if isinstance(value, list) else value)
+        original(stage, batch, server_args)
+        return {name: getattr(batch, name, None) for name in names}
+
+    made = seam.hook(key, encode)
+    if not isinstance(made, Mapping) or set(made) != set(names):
+        message = f"the condition hook returned {type(made).__name__}, not what encoding gives: {', '.join(names)}"
+        raise PluginError(message, plugin="sglang")
+    device = _device()
+    for name in names:
+        setattr(batch, name, _own(made[name], device))
+    return batch
+
+
+def key_of(
+    encoder: str, revision: str, made_by: Mapping[str, object], fingerprint: Iterable[object]
+) -> ConditionKey | None:
+    """Return the key of one request; ``None`` where it cannot be complete.
+
+    Args:
+        encoder: See `ConditionKey`.
+        revision: See `ConditionKey`.
+        made_by: See `ConditionKey`; in plain form, as `canonical` makes it.
+        fingerprint: The host's, of the request.
+    """
+    try:
+        request = [_seen(part) for part in fingerprint]
+    except IncompleteKey as exc:
+        logger.debug("no key for a condition: %s", exc)
+        return None
+    seen = hashlib.blake2b(digest_size=32)
+    _feed(seen, [_KEY_VERSION, encoder, revision, made_by, request])
+    return ConditionKey(
+        encoder=encoder, revision=revision, made_by=made_by, request=tuple(request), digest=seen.hexdigest()
+    )
+
+
+def identity_of(server_args: Any, config: SglangConfig) -> tuple[str, str] | None:
+    """Return the name and the weights' revision of a role's model; ``None`` where they are not known for certain.
+
+    A revision is known where our settings say it, where the host was given a commit, and in the hub's own cache.
+
+    Args:
+        server_args: The host's.
+        config: Our settings.
+    """
+    if any(getattr(server_args, name, None) for name in _OTHER_WEIGHTS):
+        return None
+    model = str(getattr(server_args, "model_path", None) or "")
+    revision = str(getattr(server_args, "revision", None) or "")
+    snapshot = _SNAPSHOT.search(model)
+    encoder = config.encoder or (snapshot["id"].replace("--", "/") if snapshot else model)
+    known = config.encoder_revision or (snapshot["revision"] if snapshot else None)
+    if known is None and _COMMIT.fullmatch(revision):
+        known = revision
+    return (encoder, known) if encoder and known else None
+
+
+def named(path: str) -> Callable[[], Hook]:
+    """Return what makes the hook that a setting names; imports its module.
+
+    Raises:
+        ConfigError: It cannot be imported, or cannot be called.
+    """
+    module, colon, name = path.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), name) if colon and name else None
+    except (ImportError, AttributeError, ValueError) as exc:
+        message = f"condition_hook={path!r} cannot be imported: {type(exc).__name__}: {exc}"
+        raise ConfigError(message, field="condition_hook") from exc
+    if not callable(make):
+        message = f"condition_hook={path!r} names nothing that can be called; give 'package.module:make'"
+        raise ConfigError(message, field="condition_hook")
+    made: Callable[[], Hook] = make
+    return made
+
+
+def canonical(value: Any) -> Any:
+    """Return a value in plain form, such that equal forms are equal values.
+
+    Raises:
+        IncompleteKey: What the value is cannot be said completely.
+    """
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if type(value) in (list, tuple):
+        return [canonical(item) for item in value]
+    if isinstance(value, Mapping):
+        return {"mapping": _sorted([canonical(name), canonical(part)] for name, part in value.items())}
+    if isinstance(value, (set, frozenset)):
+        return {"set": _sorted(canonical(item) for item in value)}
+    if isinstance(value, enum.Enum):
+        return {"enum": _name(type(value)), "member": value.name}
+    if isinstance(value, type):
+        return {"class": _name(value)}
+    if isinstance(value, FunctionType) and value.__closure__ is None and "<lambda>" not in value.__qualname__:
+        return {"function": _name(value)}
+    if is_dataclass(value):
+        return {"class": _name(type(value)), "of": canonical(dict(vars(value)))}
+    return _by_content(value)
+
+
+# -- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _seam_of(stage: Any, server_args: Any) -> _Seam | None:
+    """Return what was found out of a stage, found out when it is first used."""
+    if _FOUND not in vars(stage):
+        setattr(stage, _FOUND, _find_out(stage, server_args))
+    found: _Seam | None = vars(stage)[_FOUND]
+    return found
+
+
+def _find_out(stage: Any, server_args: Any) -> _Seam | None:
+    if not settings.is_chosen(server_args):
+        return None
+    config = settings.from_server_args(server_args)
+    if config.condition_hook is None:
+        return None
+    if _name(type(stage)) != _STAGE:
+        logger.warning("no condition hook for %s: what it reads of a request is not known", type(stage).__name__)
+        return None
+    if int(getattr(server_args, "num_gpus", 1) or 1) > 1:
+        logger.warning("no condition hook for a role of several ranks: they must encode in step")
+        return None
+    identity = identity_of(server_args, config)
+    if identity is None:
+        logger.warning(
+            "no condition hook: which weights the text encoder has is not known; set encoder_revision, and load it "
+            "without LoRA, quantization and components of other models"
+        )
+        return None
+    try:
+        made_by = canonical(_made_by(stage, server_args))
+    except IncompleteKey as exc:
+        logger.warning("no condition hook: %s", exc)
+        return None
+    hook = named(config.condition_hook)()
+    if not callable(hook):
+        message = f"condition_hook={config.condition_hook!r} makes a {type(hook).__name__}, which cannot be called"
+        raise ConfigError(message, field="condition_hook")
+    return _Seam(hook, *identity, made_by=made_by)
+
+
+def _made_by(stage: Any, server_args: Any) -> dict[str, object]:
+    import torch
+
+    from moonrelay_sglang import plugin
+
+    device = torch.device(_device())
+    return {
+        "host": plugin.host_version(),
+        "torch": str(torch.__version__),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "stage": type(stage),
+        "encoders": [
+            {"class": type(one), "types": {str(weight.dtype) for weight in one.parameters()}, "training": one.training}
+            for one in stage.text_encoders
+        ],
+        "tokenizers": [type(one) for one in stage.tokenizers],
+        "pipeline": server_args.pipeline_config,
+        "settings": {name: getattr(server_args, name, None) for name in _COMPUTES},
+    }
+
+
+def _weights_as_loaded() -> bool:
+    """Return whether no weights were changed while the process ran; the host counts that, and LoRAs too."""
+    from sglang.multimodal_gen.runtime.cache.conditioning import conditioning_weights_epoch
+
+    return bool(conditioning_weights_epoch() == 0)
+
+
+def _device() -> Any:
+    from sglang.multimodal_gen.runtime.distributed import get_local_torch_device
+
+    return get_local_torch_device()
+
+
+def _is_there(value: object) -> bool:
+    """Return whether a field of a request has been filled already."""
+    return value is not None and value is not False and not (isinstance(value, (list, tuple)) and not value)
+
+
+def _seen(part: object) -> Any:
+    """Return a part of the host's fingerprint in plain form.
+
+    Raises:
+        IncompleteKey: It stands for a tensor by shape and device alone, or for something of an unknown kind.
+    """
+    if isinstance(part, (list, tuple)):
+        if len(part) == 4 and part[0] == "tensor" and isinstance(part[3], str):
+            message = "the host's fingerprint leaves a tensor's content out"
+            raise IncompleteKey(message)
+        return [_seen(item) for item in part]
+    if part is None or type(part) in (bool, int, float, str, bytes):
+        return part
+    message = f"a {_name(type(part))} in the host's fingerprint decides bytes in a way that is not known"
+    raise IncompleteKey(message)
+
+
+def _name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _sorted(parts: Iterable[Any]) -> list[Any]:
+    return sorted(parts, key=repr)
+
+
+def _by_content(value: Any) -> dict[str, Any]:
+    import torch
+
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {type(value).__name__: str(value)}
+    if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized and not value.is_meta:
+        flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        digest = hashlib.blake2b(flat.view(torch.uint8).numpy(), digest_size=32).hexdigest()
+        return {"tensor": str(value.dtype), "shape": list(value.shape), "of": digest}
+    message = f"a {_name(type(value))} decides bytes in a way that is not known"
+    raise IncompleteKey(message)
+
+
+def _feed(seen: Any, value: Any) -> None:
+    """Feed a canonical value so that no two different ones feed the same bytes."""
+    if isinstance(value, dict):
+        _item(seen, b"d", str(len(value)).encode())
+        for name, part in value.items():
+            _feed(seen, name)
+            _feed(seen, part)
+    elif isinstance(value, list):
+        _item(seen, b"l", str(len(value)).encode())
+        for part in value:
+            _feed(seen, part)
+    elif isinstance(value, str):
+        _item(seen, b"s", value.encode("utf-8", "surrogatepass"))
+    elif isinstance(value, bytes):
+        _item(seen, b"b", value)
+    elif isinstance(value, float):
+        _item(seen, b"f", struct.pack("<d", value))
+    else:
+        _item(seen, type(value).__name__.encode(), repr(value).encode())
+
+
+def _item(seen: Any, kind: bytes, data: bytes) -> None:
+    seen.update(b"%d:%s%d:" % (len(kind), kind, len(data)))
+    seen.update(data)
+
+
+def _own(value: Any, device: Any) -> Any:
+    """Return the request's own copy, on the role's device."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().to(device)
+    if isinstance(value, (list, tuple)):
+        parts = [_own(part, device) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    if isinstance(value, Mapping):
+        return {name: _own(part, device) for name, part in value.items()}
+    return value
