@@ -331,7 +331,8 @@ def _by_content(value: Any) -> dict[str, Any]:
         return {type(value).__name__: str(value)}
     if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized and not value.is_meta:
         flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        digest = hashlib.blake2b(flat.view(torch.uint8).numpy(), digest_size=32).hexdigest()
+        content: Any = flat.view(torch.uint8).numpy()
+        digest = hashlib.blake2b(content, digest_size=32).hexdigest()
         return {"tensor": str(value.dtype), "shape": list(value.shape), "of": digest}
     message = f"a {_name(type(value))} decides bytes in a way that is not known"
     raise IncompleteKey(message)
