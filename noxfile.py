@@ -1,8 +1,8 @@
 """Sessions: ``unit`` and ``wheel`` need no host; a session per host runs that host's adapter tests.
 
-``conformance`` runs the suite against what lies here, ``vllm_omni`` against the adapter of a host that needs an
-environment of its own, ``third_party`` against one that somebody else wrote, and ``matrix`` joins the reports that they
-left in ``out/conformance``.
+``conformance`` runs the suite against what lies here, ``vllm_omni`` and ``sglang`` against the adapters of hosts that
+need environments of their own, ``third_party`` against one that somebody else wrote, and ``matrix`` joins the reports
+that they left in ``out/conformance``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ nox.needs_version = ">=2024.4"
 ROOT = Path(__file__).parent
 #: Sessions that run a host's own adapter tests in an environment of their own; .ci/run runs them all. Each leaves the
 #: report of its adapter in REPORTS, as ``third_party`` does.
-HOST_SESSIONS: tuple[str, ...] = ("vllm_omni",)
+HOST_SESSIONS: tuple[str, ...] = ("vllm_omni", "sglang")
 #: What needs no service and no process beside it.
 FAST_TESTS = ("tests/unit", "tests/property", "tests/test_architecture.py")
 #: What ``conformance`` runs the suite against, in the environment that runs nox.
@@ -160,10 +160,38 @@ def vllm_omni(session: nox.Session) -> None:
     Everything after ``--`` goes to pytest, e.g. ``-k registers``. ``-R`` keeps the environment of the run before, and
     its Moonrelay with it.
     """
+    host_session(session, "vllm_omni", cpu_support="cpu_platform.install", parts=("tests", "examples"))
+
+
+@nox.session(venv_backend="virtualenv")
+def sglang(session: nox.Session) -> None:
+    """Run SGLang's tests and the suite against its adapter, with the wheel beside the host, on a CPU.
+
+    As ``vllm_omni`` does. Most tests need a cluster of the host's processes, which starts in a minute; those of a
+    backend share one.
+    """
+    # An expected hang is bounded by its test; a stack of a waiting test after less would hide what failed.
+    options = ("-o", "faulthandler_timeout=900")
+    host_session(session, "sglang", cpu_support="cpu_support.install", parts=("tests",), pytest_options=options)
+
+
+def host_session(
+    session: nox.Session, name: str, *, cpu_support: str, parts: tuple[str, ...], pytest_options: tuple[str, ...] = ()
+) -> None:
+    """Install a host by its pins and the wheel beside it; run the host's tests, then the suite against its adapter.
+
+    Args:
+        session: The session, with an environment of its own.
+        name: The folder in ``adapters``, and the tests' marker.
+        cpu_support: Module of the adapter's tests that lets the host run on a CPU.
+        parts: Folders of the adapter that the tests need.
+        pytest_options: For the tests, before those after ``--``.
+    """
     scratch = Path(session.create_tmp()).resolve()
-    pins = ROOT / "adapters" / "vllm_omni" / "tests" / "requirements"
-    parts: dict[str, float] = {}
-    with timed(session, parts, "install"):
+    adapter = ROOT / "adapters" / name
+    pins = adapter / "tests" / "requirements"
+    took: dict[str, float] = {}
+    with timed(session, took, "install"):
         archive = built_wheel(session, scratch)
         for step in sorted(pins.glob("[1-9]-*.txt")):
             alone = ("--no-deps",) if step.stem == "2-host" else ()
@@ -172,32 +200,31 @@ def vllm_omni(session: nox.Session) -> None:
     # The tests without the checkout: they find the package of the wheel, which has the entry points.
     elsewhere = scratch / "away"
     shutil.rmtree(elsewhere, ignore_errors=True)
-    for part in ("tests", "examples"):
-        shutil.copytree(
-            ROOT / "adapters" / "vllm_omni" / part,
-            elsewhere / "adapters" / "vllm_omni" / part,
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
+    away = elsewhere / "adapters" / name
+    for part in parts:
+        shutil.copytree(adapter / part, away / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", elsewhere)
     session.chdir(elsewhere)
-    session.env["PYTHONPATH"] = str(elsewhere / "adapters" / "vllm_omni" / "tests")
-    session.run("python", "-m", "cpu_platform.install")
+    session.env["PYTHONPATH"] = str(away / "tests")
+    session.run("python", "-m", cpu_support)
     session.env["PYTHONPATH"] = ""
     check_environment(session, pins / "constraints.txt")
 
     failed = []
-    report = REPORTS / "adapter-vllm-omni.json"
+    target = name.replace("_", "-")
+    report = REPORTS / f"adapter-{target}.json"
     report.unlink(missing_ok=True)
-    for name, command in {
-        "tests": ("python", "-m", "pytest", "-m", "vllm_omni", "adapters/vllm_omni/tests", *session.posargs),
-        "conformance": ("moonrelay", "conformance", "vllm-omni", "--jobs", "2", "--json", str(report)),
+    tests = ("-m", name, f"adapters/{name}/tests", *pytest_options, *session.posargs)
+    for part, command in {
+        "tests": ("python", "-m", "pytest", *tests),
+        "conformance": ("moonrelay", "conformance", target, "--jobs", "2", "--json", str(report)),
     }.items():
-        with timed(session, parts, name):
+        with timed(session, took, part):
             try:
                 session.run(*command)
             except CommandFailed:  # the other one is run all the same
-                failed.append(name)
-    session.log(", ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.items()))
+                failed.append(part)
+    session.log(", ".join(f"{part} {seconds:.0f} s" for part, seconds in took.items()))
     if failed:
         session.error(f"failed: {', '.join(failed)}")
 
@@ -239,7 +266,7 @@ def check_environment(session: nox.Session, pins: Path) -> None:
     """Fail where an environment holds what its pins do not name, or Moonrelay is not the wheel's."""
     named = {line.partition("==")[0] for line in pins.read_text(encoding="utf-8").splitlines() if "==" in line}
     held = json.loads(str(session.run("python", "-m", "pip", "list", "--format", "json", silent=True)))
-    own = {"moonrelay", "moonrelay-cpu-platform", "pip", "setuptools", "wheel"}
+    own = {"moonrelay", "moonrelay-cpu-platform", "moonrelay-sglang-cpu-support", "pip", "setuptools", "wheel"}
     unnamed = sorted({normal(one["name"]) for one in held} - {normal(name) for name in named} - own)
     if unnamed:
         session.error(f"{', '.join(unnamed)} came in; {pins.relative_to(ROOT)} is to name everything, and no triton")
