@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cpu_support.install import installed
@@ -26,6 +27,22 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "sglang" and not HOST_IS_THERE:
         message = "sglang is not installed here, so its tests cannot run; use nox -s sglang"
         raise pytest.UsageError(message)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of one cluster one after the other: a start takes a minute. Files and backends keep their order.
+
+    Those of a file that says so are the last ones in their cluster.
+    """
+    places = [place for place, item in enumerate(items) if "cluster" in getattr(item, "fixturenames", ())]
+    known = list(CLUSTERS)
+
+    def order(item: Any) -> tuple[int, bool]:
+        return known.index(item.callspec.params["backend"]), getattr(item.module, "LAST_IN_ITS_CLUSTER", False)
+
+    inside = sorted((items[place] for place in places), key=order)
+    for place, item in zip(places, inside, strict=True):
+        items[place] = item
 
 
 def pytest_report_header() -> str | None:
@@ -66,22 +83,45 @@ def right(wan: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, b
         service.end()
 
 
-@pytest.fixture(scope="module")
-def cluster(
-    backend: str,
+class Clusters:
+    """One warm cluster at a time: the next layout ends the one before."""
+
+    def __init__(self, model: Path, folders: pytest.TempPathFactory) -> None:
+        self._model = model
+        self._folders = folders
+        self._layout: Mapping[str, Any] | None = None
+        self._cluster: Cluster | None = None
+
+    def of(self, layout: Mapping[str, Any]) -> Cluster:
+        if self._cluster is None or layout != self._layout:
+            self.end()
+            folder = self._folders.mktemp(f"cluster-{layout['backend']}")
+            self._cluster = Cluster(self._model, folder, **layout).start()
+            self._layout = layout
+            self._cluster.warm()
+        return self._cluster
+
+    def end(self) -> None:
+        if self._cluster is not None:
+            self._cluster.end()
+            self._cluster = None
+
+
+@pytest.fixture(scope="session")
+def clusters(
     wan: Path,
-    right: Mapping[str, bytes],
+    right: Mapping[str, bytes],  # the undivided host has gone when the first one starts
     tmp_path_factory: pytest.TempPathFactory,
-    request: pytest.FixtureRequest,
-) -> Iterator[Cluster]:
-    """A warm cluster with a backend, as the module's `LAYOUT` says; the undivided host has gone when it starts."""
-    folder = tmp_path_factory.mktemp(f"cluster-{backend}")
-    said = {**request.module.LAYOUT, **CLUSTERS[backend]}
-    one = Cluster(wan, folder, **said)
-    one.start()
-    try:
-        one.registered()
-        one.warm()
-        yield one
-    finally:
-        one.end()
+) -> Iterator[Clusters]:
+    made = Clusters(wan, tmp_path_factory)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def cluster(backend: str, clusters: Clusters, request: pytest.FixtureRequest) -> Cluster:
+    """A warm cluster with a backend: as the module's `LAYOUT` says, or as all tests of that backend have it.
+
+    Tests share it; see `pytest_collection_modifyitems` for their order.
+    """
+    return clusters.of({**request.module.LAYOUT, **CLUSTERS[backend]})

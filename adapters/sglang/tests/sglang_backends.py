@@ -202,15 +202,28 @@ class MoonrelayPair:
 
 #: By the value of the host's flag. Each makes a pair.
 PAIRS: dict[str, Callable[[], Any]] = {"mooncake": StockPair, "moonrelay": MoonrelayPair}
-#: What a cluster with a backend is made with besides; see `sglang_cluster.Cluster`.
+#: What a cluster with a backend is made with, over its module's LAYOUT; see `sglang_cluster.Cluster`. With ours all
+#: modules have one and the same: it is what each of them needs.
 CLUSTERS: dict[str, dict[str, Any]] = {
     "mooncake": {"backend": "mooncake"},
-    "moonrelay": {"backend": "moonrelay"},
+    "moonrelay": {
+        "backend": "moonrelay",
+        "denoisers": 2,
+        "options": {
+            "encoder": {"disagg_transfer_pool_size": 8 << 20},
+            "denoiser": {"disagg_transfer_pool_size": 4 << 20},
+        },
+    },
 }
+
+#: A request takes half a second of an idle machine.
+WITHIN_S = 60.0
+#: The same where the host's own backend is known never to answer.
+HANGS_AFTER_S = {"mooncake": 15.0, "moonrelay": WITHIN_S}
 
 
 def backends(known: dict[str, Any], stock_fault: str | None = None, raises: Any = AssertionError) -> Any:
-    """Parametrise a test with the backends; a module's tests run with one, and then with the next.
+    """Parametrise a test with the backends.
 
     Args:
         known: The backends, by name.
@@ -224,4 +237,4 @@ def backends(known: dict[str, Any], stock_fault: str | None = None, raises: Any 
         marks = [pytest.mark.xfail(strict=True, reason=stock_fault, raises=raises)] if faulty else []
         return pytest.param(name, id=name, marks=marks)
 
-    return pytest.mark.parametrize("backend", [case(name) for name in known], scope="module")
+    return pytest.mark.parametrize("backend", [case(name) for name in known])

@@ -19,9 +19,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 LOCAL = "127.0.0.1"
 #: A process imports the host in 20 s on an idle machine, and in minutes on a busy one.
@@ -47,6 +47,8 @@ SMALL: dict[str, Any] = {
 #: A payload of more than 1 MiB, by the latents of one cheap step.
 LARGE: dict[str, Any] = {"size": "256x192", "num_frames": 81, "num_inference_steps": 1, "guidance_scale": 1.0}
 PROMPTS = ("a cat", "two dogs in snow", "a zebra runs fast", "three blind mice")
+#: Some 4 MiB of latents.
+HUGE: dict[str, Any] = {**LARGE, "size": "512x384"}
 #: All that tests compare with the undivided host's videos.
 REQUESTS: tuple[dict[str, Any], ...] = (*({"prompt": prompt} for prompt in PROMPTS), {"prompt": "a cat", **LARGE})
 #: Below the ports that the system gives to outgoing connections.
@@ -128,14 +130,15 @@ class Served:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def start(self) -> None:
+    def start(self, options: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
+        """Start it, for this time with more options and variables than it always has; the last of two options wins."""
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                self._command,
+                [*self._command, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **ENVIRONMENT, **self.environment},
+                env={**os.environ, **ENVIRONMENT, **self.environment, **(environment or {})},
                 cwd=self.log.parent,
                 start_new_session=True,
             )
@@ -204,6 +207,28 @@ def _connections_to(port: int) -> int:
 
 def _pause(seconds: float) -> None:
     threading.Event().wait(seconds)
+
+
+Seen = TypeVar("Seen")
+
+
+def until(
+    look: Callable[[], Seen | None], within_s: float = 60.0, *, otherwise: Callable[[], object] | None = None
+) -> Seen:
+    """Look until there is something to see, and return it.
+
+    Args:
+        look: Returns something true once it is so.
+        within_s: For how long.
+        otherwise: Says what there is instead.
+    """
+    end = time.monotonic() + within_s
+    while not (seen := look()):
+        if time.monotonic() > end:
+            message = f"not in {within_s} s: {seen if otherwise is None else otherwise()}"
+            raise AssertionError(message)
+        _pause(0.05)
+    return seen
 
 
 class Service:
@@ -350,6 +375,8 @@ class Cluster(Service):
         ports = Ports()
         super().__init__(ports.take(1))
         self.backend = backend
+        #: Whether a test has put limits on the head.
+        self.limited = False
         self.served: dict[str, Served] = {}
         head_port = ports.take(1, 2, 3, 4, 5)
         flags = {"disagg_transfer_backend": backend} if backend else {}
@@ -422,45 +449,73 @@ class Cluster(Service):
     def go_on(self, name: str) -> None:
         self.served[name].go_on()
 
-    def restart(self, name: str, environment: Mapping[str, str] | None = None) -> None:
-        """Kill a process and start it anew; with variables in place of those it had before, where given."""
-        served = self.served[name]
-        served.kill()
-        if environment is not None:
-            served.environment = dict(environment)
-        served.start()
-        self._wait(name)
+    def restart(
+        self,
+        name: str,
+        *,
+        environment: Mapping[str, str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Kill a process and start it anew, until the next time with more variables and options; wait until it serves.
 
-    def restart_head(self) -> None:
-        self.restart("head")
+        A role serves when the head has heard of this very process. A head of the host's hears of no role that was there
+        before it; a head of ours serves when it has heard of all.
+        """
+        served = self.served[name]
+        before = {} if name == "head" else self.registrations()
+        served.kill()
+        served.start(_options(options or {}), environment)
+        self._wait(name, before=before)
 
     def logs(self, name: str) -> str:
         return self.served[name].text()
 
-    def registered(self, within_s: float = 30.0) -> bool:
-        """Wait until the head of now has heard of every living role; return whether it has."""
-        wanted = [served.ready_port for name, served in self.served.items() if name != "head" and served.alive]
-        until = time.monotonic() + within_s
-        while True:
+    def stats(self) -> Any:
+        """Return what a head of ours has in ``/stats``."""
+        return self.get("/stats")["disagg"]["moonrelay"]
+
+    def registrations(self) -> dict[str, object]:
+        """Return what the head knows of its roles: a word for each, another one once another process is there."""
+        if self.backend != "moonrelay":
             text = self.logs("head").rpartition("Starting DiffusionServer")[2]
-            if all(re.search(rf"registered .*:{port}\b", text) for port in wanted):
-                return True
-            if time.monotonic() > until:
-                return False
-            _pause(0.1)
+            ports = {name: served.ready_port for name, served in self.served.items() if name != "head"}
+            lines = {name: len(re.findall(rf"registered .*:{port}\b", text)) for name, port in ports.items()}
+            return {name: count for name, count in lines.items() if count}
+        try:
+            stages = self.stats()["stages"]
+        except (OSError, RequestFailed):
+            return {}  # no head is there
+        return {
+            f"{stage}-{number}": one["epoch"]
+            for stage, found in stages.items()
+            for number, one in enumerate(found["instances"])
+            if one["alive"]
+        }
 
     def end(self) -> None:
         """Kill what is left; idempotent."""
         for served in self.served.values():
             served.kill()
 
-    def _wait(self, *names: str) -> None:
+    def _wait(self, *names: str, before: Mapping[str, object] | None = None) -> None:
         until = time.monotonic() + START_TIMEOUT_S
         for name in names:
+            # A role's port may take connections for a moment before it is the role's: the host tries it first.
             if name == "head":
                 self.wait_healthy(self.served[name], until)
             else:
                 self.served[name].wait_ready(until)
+        wanted = {name for name in names if name != "head"}
+        if "head" in names and self.backend == "moonrelay":
+            wanted = {name for name, served in self.served.items() if name != "head" and served.alive}
+        known = before or {}
+        while missing := wanted - {name for name, word in self.registrations().items() if word != known.get(name)}:
+            for name in missing:
+                self.served[name].still_there()
+            if time.monotonic() > until:
+                message = f"the head has not heard of {', '.join(sorted(missing))}\n{self.served['head'].tail()}"
+                raise NotStarted(message)
+            _pause(0.1)
 
 
 def _options(said: Mapping[str, Any]) -> list[str]:
