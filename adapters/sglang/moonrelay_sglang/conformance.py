@@ -182,16 +182,16 @@ class LoadedClaim(SideClaim):
     def __init__(self, manager: PayloadManager, request_id: str, values: Mapping[str, Any], loaded: Loaded) -> None:
         self._manager = manager
         self._request_id = request_id
-        self._values = values
-        self._loaded: Loaded | None = loaded
+        self._loaded: tuple[Mapping[str, Any], Loaded] | None = (values, loaded)
 
     def read(self, *, timeout_s: float) -> Any:
         if self._loaded is None:
             message = "it was given back"
             raise LeaseLost(message)
-        if self._loaded.event is not None:
-            self._loaded.event.synchronize()
-        found = {**self._values, **self._loaded.tensors}
+        values, loaded = self._loaded
+        if loaded.event is not None:
+            loaded.event.synchronize()
+        found = {**values, **loaded.tensors}
         if found.keys() != {FIELD}:
             message = f"fields {sorted(found)} arrived, and {FIELD} was sent"
             raise WireError(message, field=FIELD)
