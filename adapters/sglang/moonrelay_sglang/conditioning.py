@@ -102,6 +102,8 @@ def around_forward(original: Callable[..., Any], stage: Any, batch: Any, server_
     What the hook raises, and what encoding raises within it, passes. What the request gets is its own: a later stage
     may write into that.
     """
+    if not settings.is_chosen(server_args):
+        return original(stage, batch, server_args)
     seam = _seam_of(stage, server_args)
     if seam is None or getattr(batch, "is_warmup", False):
         return original(stage, batch, server_args)
@@ -230,8 +232,6 @@ def _seam_of(stage: Any, server_args: Any) -> _Seam | None:
 
 
 def _find_out(stage: Any, server_args: Any) -> _Seam | None:
-    if not settings.is_chosen(server_args):
-        return None
     config = settings.from_server_args(server_args)
     if config.condition_hook is None:
         return None

@@ -250,6 +250,14 @@ def test_where_the_bytes_are_not_known_the_stage_is_left_alone(
     assert len(caplog.records) == ("disagg_transfer_backend" not in args)
 
 
+def test_another_backend_is_left_alone(hook: Remembers) -> None:
+    stage, batch = TextEncodingStage(), request()
+    before = set(vars(stage))
+    assert run(stage, batch, server_args(disagg_transfer_backend="auto")) is batch
+    assert set(vars(stage)) == before
+    assert hook.keys == []
+
+
 def test_without_the_setting_nothing_happens(hook: Remembers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MOONRELAY_SGLANG")
     stage = TextEncodingStage()
