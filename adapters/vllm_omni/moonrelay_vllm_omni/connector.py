@@ -56,6 +56,8 @@ SWEEP_TIMEOUT_S: Final = 30.0
 RELEASE_TIMEOUT_S: Final = 2.0
 #: Bound of the last jobs on the directory when the connector is closed, in seconds.
 LAST_JOBS_S: Final = 5.0
+#: How many payloads that ended before their `put` returned are remembered.
+OVER_KEPT: Final = 256
 
 #: What the host's `get` returns.
 Found = tuple[object, int]
@@ -100,6 +102,7 @@ class StageConnector:
         self._closing = threading.Lock()
         self._puts: dict[Edge, _Put] = {}
         self._edges: dict[str, Edge] = {}
+        self._over: dict[str, bool] = {}
         self._counts: Counter[str] = Counter()
         self._last_error: str | None = None
         settings = self.settings
@@ -172,10 +175,13 @@ class StageConnector:
             before = self._puts.get(edge)
             self._puts[edge] = _Put(handle=handle, leaves=_references(payload))
             self._edges[handle.id] = edge
+            over = self._over.pop(handle.id, False)
             self._counts["puts"] += 1
             self._counts["bytes_transferred"] += handle.nbytes
         if not self._jobs.submit(partial(self._enter, edge, handle, before)):
             raise ConnectorClosed("the connector was closed meanwhile", key=edge.key)
+        if over:
+            self._forget(handle.id)
         return True, _size(handle), _told(handle)
 
     def cleanup(
@@ -425,13 +431,24 @@ class StageConnector:
         if event.name == "lease_expired" and event.reason != "expired":
             return  # a reader's claim lapsed, the payload stays
         with self._lock:
-            edge = self._edges.pop(event.payload_id, None)
+            if event.payload_id not in self._edges:
+                # It has ended before `put`, which publishes first, could note where it belongs.
+                self._over[event.payload_id] = True
+                while len(self._over) > OVER_KEPT:
+                    self._over.pop(next(iter(self._over)))
+                return
+        self._forget(event.payload_id)
+
+    def _forget(self, payload_id: str) -> None:
+        """Take a payload that has ended off the books, and its record away."""
+        with self._lock:
+            edge = self._edges.pop(payload_id, None)
             if edge is None:
                 return
             put = self._puts.get(edge)
-            if put is not None and put.handle.id == event.payload_id:
+            if put is not None and put.handle.id == payload_id:
                 del self._puts[edge]
-        self._jobs.submit(partial(self._leave, edge, event.payload_id))
+        self._jobs.submit(partial(self._leave, edge, payload_id))
 
     def _note(self, error: MoonrelayError) -> None:
         with self._lock:

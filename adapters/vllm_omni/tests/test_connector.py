@@ -338,6 +338,26 @@ def test_a_fetch_that_had_no_turn_in_time_is_not_a_failure(make: Make, monkeypat
         assert torch.equal(getting.result(30.0)["x"], torch.ones(4))
 
 
+def test_a_payload_that_ends_before_put_returns_leaves_no_record(
+    make: Make, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = make()
+    assert producer.put(*EDGE, "warm", {"x": torch.ones(4)})[0]
+    producer.cleanup("warm", *EDGE)
+    until(nothing_is_left(place, producer), "the first one is left")
+    publish = producer._connector.publish
+
+    def ends_at_once(*args: Any, **kwargs: Any) -> Any:
+        handle = publish(*args, **kwargs)
+        producer._connector.abort(handle, "the store had no room")
+        return handle
+
+    monkeypatch.setattr(producer._connector, "publish", ends_at_once)
+    assert producer.put(*EDGE, "k", {"x": torch.ones(4)})[0]
+    until(nothing_is_left(place, producer), "a record is left")
+    assert producer.health()["payloads"] == 0
+
+
 def test_a_deadline_that_passes_gives_none_in_time(make: Make) -> None:
     other = make()
     started = time.monotonic()
