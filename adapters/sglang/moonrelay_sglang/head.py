@@ -26,6 +26,8 @@ from moonrelay_sglang.scheduling import HeadScheduler
 
 logger = logging.getLogger(__name__)
 
+#: The argument by which the host's server is told its policy.
+_POLICY: Final = "dispatch_policy_name"
 #: Where a head of ours hangs on the host's server object.
 _HEAD: Final = "_moonrelay_head"
 #: Where a client says what it wants of us: ``diffusers_kwargs: {"moonrelay": {"priority": …, "affinity": {…}}}``. It is
@@ -38,13 +40,21 @@ _MESSAGES_A_TURN: Final = 64
 
 def around_init(original: Callable[..., None], server: Any, *args: Any, **kwargs: Any) -> None:
     """Give a head of ours to a server whose backend is ours; on ``DiffusionServer.__init__``."""
-    original(server, *args, **kwargs)
     server_args = kwargs.get("server_args")
+    policy = kwargs.get(_POLICY)
     if server_args is None or not settings.is_chosen(server_args):
+        if policy in settings.OUR_POLICIES:
+            message = f"--disagg-dispatch-policy {policy} needs --disagg-transfer-backend {settings.BACKEND}"
+            raise ConfigError(message, field="disagg_dispatch_policy")
+        original(server, *args, **kwargs)
         return
     from moonrelay_sglang import plugin
 
     plugin.verify()
+    if policy in settings.OUR_POLICIES:
+        # The host makes policies of its own, by name; nobody asks them.
+        kwargs[_POLICY] = settings.STOCK_POLICIES[0]
+    original(server, *args, **kwargs)
     setattr(server, _HEAD, Head(server, settings.from_server_args(server_args), supported=plugin.SUPPORTED))
 
 
@@ -157,7 +167,8 @@ class Head:
         self._work: dict[str, bytes] = {}
         # Endpoints whose registration was refused, each with the reason.
         self._refused: dict[str, str] = {}
-        self._reports: dict[str, Mapping[str, Any]] = {}
+        # By instance, each with the session that made it.
+        self._reports: dict[tuple[str, int], tuple[str, Mapping[str, Any]]] = {}
         # The scheduler has no lock; displays are asked for from the HTTP thread.
         self._lock = threading.Lock()
 
@@ -277,7 +288,7 @@ class Head:
             "counters": msgspec.to_builtins(message.counters),
         }
         with self._lock:
-            self._reports[f"{stage}[{index}]"] = report
+            self._reports[stage, index] = (message.epoch, report)
             actions = self._scheduler.beat(stage, index, epoch=message.epoch, holding=message.holding)
         self._carry_out(actions)
 
@@ -409,7 +420,12 @@ class Head:
         """Return the scheduler's state and what the instances reported last, as plain values."""
         with self._lock:
             refused = list(self._refused.values())
-            return {**self._scheduler.snapshot(), "reports": dict(self._reports), "refused": refused}
+            reports = {
+                f"{stage}[{index}]": report
+                for (stage, index), (epoch, report) in self._reports.items()
+                if self._scheduler.lives(stage, index, epoch)  # what a dead process held is gone with it
+            }
+            return {**self._scheduler.snapshot(), "reports": reports, "refused": refused}
 
     def problems(self) -> list[str]:
         """Return what keeps requests from being served; empty while all roles are alive."""

@@ -7,6 +7,7 @@ handle is good for one payload only. Imports nothing of the host; `manager_class
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections import Counter
@@ -326,7 +327,7 @@ class PayloadManager:
         deadline = Deadline(self._config.fetch_timeout_s if timeout_s is None else timeout_s, self._clock)
         claim = self._connector.claim(handle, timeout_s=deadline.remaining() or 0.0)
         try:
-            loaded, source = _unpacked(claim, claim.read(timeout_s=deadline.remaining()), device, stream)
+            loaded, source = _unpacked(claim, self._read(claim, deadline), device, stream)
         except BaseException:
             claim.nack()
             raise
@@ -383,6 +384,23 @@ class PayloadManager:
         if staged is not None and (up_to_attempt is None or staged.handle.attempt <= up_to_attempt):
             self.free_staged(request_id)
 
+    def tidy(self) -> bool:
+        """Give back the memory of tensors that were handed out and that only garbage refers to.
+
+        The host's stages leave cycles behind, with the fields of a request in them: the collector finds those in time,
+        and a pool that is full does not have it. On a device there is nothing to do: what lands there is copied on.
+
+        Returns:
+            Whether the collector was sent for.
+
+        Blocks: for a full collection, where tensors that were handed out still have memory of the pool.
+        """
+        held = self.in_use()
+        if held.slots <= held.payloads:
+            return False
+        gc.collect()
+        return True
+
     def in_use(self) -> protocol.InUse:
         """Return what is held for payloads now; all zero when nothing is under way."""
         held = self._connector.in_use()
@@ -397,14 +415,28 @@ class PayloadManager:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def _read(self, claim: PayloadClaim, deadline: Deadline) -> object:
+        """Read a payload; where there is no room for it, once more without the garbage."""
+        try:
+            return claim.read(timeout_s=deadline.remaining())
+        except CapacityError:
+            if claim.handle.nbytes > self.pool_size or not self.tidy():
+                raise
+        return claim.read(timeout_s=deadline.remaining())
+
     def _publish(self, payload: StagePayload) -> StageHandle:
         """Publish, waiting for room where what is under way will leave some."""
         deadline = Deadline(self._config.stage_timeout_s, self._clock)
+        tidied = False
         while True:
             try:
                 return self._connector.publish(payload, copy=True)
             except CapacityError:
                 pointless = fields.nbytes_of(payload.data) > self.pool_size or self._connector.in_use()["slots"] == 0
+                if not pointless and not tidied:
+                    tidied = True
+                    if self.tidy():
+                        continue
                 left_s = deadline.remaining() or 0.0
                 if pointless or left_s <= 0:
                     raise

@@ -317,6 +317,11 @@ class HeadScheduler:
         """Return the place of a process among its stage's endpoints; ``None`` once another one answers there."""
         return next((one.index for one in self._instances[stage] if one.epoch == epoch), None)
 
+    def lives(self, stage: str, index: int, epoch: str) -> bool:
+        """Return whether this process answers at a stage's endpoint, and has given a sign of life in time."""
+        instance = self._instances[stage][index]
+        return instance.epoch == epoch and self._lives(instance)
+
     def attempt_of(self, request_id: str, stage: str) -> int | None:
         """Return the delivery under way at a stage, for reports that come without its number; ``None`` if none is."""
         running = self._running.get(request_id)

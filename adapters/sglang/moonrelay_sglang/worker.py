@@ -101,6 +101,8 @@ class RoleWorker:
         self._current: tuple[str, Held] | None = None
         self._taken: Held | None = None
         self._failed = 0
+        # Nothing was accepted since the garbage was looked through.
+        self._tidy = True
         self._manager: PayloadManager | None = None
         self._ready: queue.Queue[tuple[str, Any]] = queue.Queue()
         self._waiting: queue.Queue[tuple[str, Held, list[bytes]]] = queue.Queue()
@@ -422,6 +424,7 @@ class RoleWorker:
             if before is not None:
                 before.released = True
             held = self._held[request_id] = Held(attempt)
+            self._tidy = False
         if before is not None:
             # It may be computing with this very payload; the tensors are its own, the claim is the later one's.
             self.manager.give_back(request_id)
@@ -535,6 +538,12 @@ class RoleWorker:
                     self._clock.wait(self._wake, self.config.beat_s)
 
     def _beat_once(self) -> None:
+        with self._lock:
+            due = not self._held and not self._tidy
+            self._tidy = self._tidy or due
+        if due:
+            # Nobody waits now, and what the beat says of memory is to be what is needed.
+            self.manager.tidy()
         frames = protocol.encode(self.beat())
         with self._reporting:
             if not self._beats.closed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,17 +14,23 @@ import pytest
 import zmq
 
 from moonrelay.clock import Deadline, SystemClock
-from moonrelay.errors import PeerLost
+from moonrelay.errors import ConfigError, PeerLost
 
 if importlib.util.find_spec("sglang") is None:
     pytest.skip("needs SGLang: nox -s sglang", allow_module_level=True)
 
 import torch
 
-from moonrelay_sglang import protocol
+from moonrelay_sglang import head, protocol
+from moonrelay_sglang.config import OUR_POLICIES
 from moonrelay_sglang.protocol import Failure, Ready, Register, Registration, Stamp
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.timeout(120),
+    # The host's codec makes tensors of what a socket gave.
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable"),
+]
 
 WAIT_MS = 10_000
 ROLES = ("encoder", "denoiser", "decoder")
@@ -128,7 +135,7 @@ class FakeWorker:
 class Deployment:
     """A real ``DiffusionServer`` with a head of ours, one fake worker for each role but two denoisers."""
 
-    def __init__(self, **flags: Any) -> None:
+    def __init__(self, policy: str = "round_robin", **flags: Any) -> None:
         from sglang.multimodal_gen.runtime.disaggregation.orchestrator import DiffusionServer
 
         self.context: zmq.Context[Any] = zmq.Context()
@@ -142,9 +149,9 @@ class Deployment:
             num_gpus=1,
             dp_size=1,
             disagg_role=SimpleNamespace(value="server"),
-            disagg_transfer_backend="moonrelay",
-            disagg_dispatch_policy="round_robin",
+            disagg_dispatch_policy=policy,
             disagg_timeout=60.0,
+            disagg_transfer_backend="moonrelay",
             **flags,
         )
         self.server = DiffusionServer(
@@ -156,6 +163,7 @@ class Deployment:
             denoiser_result_endpoint=results["denoiser"],
             decoder_result_endpoint=results["decoder"],
             server_args=args,
+            dispatch_policy_name=policy,
         )
         self.clients: list[zmq.Socket[Any]] = []
         self.server.start()
@@ -212,10 +220,12 @@ class Deployment:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def hooks() -> None:
+def hooks(host: None) -> None:
     from sglang.multimodal_gen.runtime.platforms.plugins import apply_plugin_hooks
 
-    apply_plugin_hooks()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what our hooks import of the host warns
+        apply_plugin_hooks()
 
 
 @pytest.fixture
@@ -297,6 +307,7 @@ def test_a_dead_denoiser_gets_no_work_and_the_other_one_takes_over() -> None:
         _, attempt, _ = deployment.encoder.take()
         deployment.encoder.stage("r", attempt)
         _, lost, _ = deployment.denoiser.take()
+        deployment.denoiser.beat(("r", lost))
         living = [deployment.encoder, deployment.other, deployment.decoder]
         deadline = Deadline(15.0, SystemClock())
         deployment.other.work.setsockopt(zmq.RCVTIMEO, 200)
@@ -312,7 +323,25 @@ def test_a_dead_denoiser_gets_no_work_and_the_other_one_takes_over() -> None:
         _, attempt, _ = deployment.decoder.take()
         deployment.decoder.deliver("r", attempt, 1.0)
         assert deployment.answer(client).error is None
-        assert deployment.stats()["stages"]["denoiser"]["instances"][0]["deaths"] == 1
+        stats = deployment.stats()
+        assert stats["stages"]["denoiser"]["instances"][0]["deaths"] == 1
+        assert "denoiser[1]" in stats["reports"]
+        assert "denoiser[0]" not in stats["reports"], "what a dead process held is gone with it"
+
+
+@pytest.mark.parametrize("policy", OUR_POLICIES)
+def test_a_policy_of_ours_is_the_schedulers(policy: str) -> None:
+    deployment = Deployment(policy)
+    try:
+        assert deployment.stats()["policy"] == policy
+    finally:
+        deployment.end()
+
+
+def test_a_policy_of_ours_without_our_backend_is_refused() -> None:
+    args = SimpleNamespace(disagg_transfer_backend="mooncake")
+    with pytest.raises(ConfigError, match="--disagg-dispatch-policy credits needs --disagg-transfer-backend moonrelay"):
+        head.around_init(pytest.fail, object(), server_args=args, dispatch_policy_name="credits")
 
 
 def test_statistics_come_over_the_wire_of_the_clients(deployment: Deployment) -> None:
@@ -377,7 +406,10 @@ def test_damaged_messages_end_nothing(deployment: Deployment) -> None:
 
 def test_health_tells_which_role_is_missing() -> None:
     from fastapi import FastAPI
-    from fastapi.testclient import TestClient
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it prefers another client's package
+        from fastapi.testclient import TestClient
 
     from moonrelay_sglang.head import after_create_app
 

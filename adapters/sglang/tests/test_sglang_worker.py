@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import secrets
 import threading
@@ -245,6 +246,21 @@ def test_a_build_that_fails_is_said(make: Make) -> None:
     failed = role.said(protocol.FAILED)
     assert (failed["phase"], failed["lost_input"]) == ("load", False)
     assert until(lambda: role.manager.in_use().claims == 0)
+
+
+def test_an_idle_role_holds_no_garbage(make: Make) -> None:
+    sender, role = make("encoder"), make("denoiser")
+    gc.disable()
+    try:
+        role.ready("r", offer(sender), 1)
+        _, loaded, held = role.next()
+        loaded.values["itself"] = loaded  # as a stage of the host does
+        del loaded
+        with role.worker.working("r", held):
+            pass
+        assert until(lambda: role.manager.in_use() == protocol.InUse())
+    finally:
+        gc.enable()
 
 
 def test_a_lost_input_is_said(make: Make) -> None:
