@@ -1,7 +1,7 @@
 """Any history of requests, reports, deaths, restarts, lost and late messages: what must be true of all of them.
 
 The machine plays the roles' processes and the head's loop, by the messages that `moonrelay_sglang.head` would pass on.
-Instances keep what they were given and what they made until they are told to drop it, as `moonrelay_sglang.worker` does.
+Instances keep what they were given and made until they are told to drop it, as `moonrelay_sglang.worker` does.
 """
 
 from __future__ import annotations
