@@ -7,6 +7,7 @@ Owns what was put here and which key it stands under. Bytes are moved by the cor
 
 from __future__ import annotations
 
+import _thread
 import base64
 import binascii
 import logging
@@ -323,7 +324,17 @@ class StageConnector:
             self._jobs.close(Deadline(LAST_JOBS_S, self._clock))
             self._directory.close()
 
+    def close_soon(self) -> None:
+        """Have the connector closed by a thread of its own. Returns at once and takes no lock, so that a finalizer may
+        call it in any thread; without effect while the interpreter ends, when no thread runs any more."""
+        if not self._closed and not sys.is_finalizing():
+            _thread.start_new_thread(self._close_apart, ())
+
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _close_apart(self) -> None:
+        # No daemon: a process that ends meanwhile waits, and what was put is moved to the store.
+        threading.Thread(target=self.close, name="moonrelay-omni-close", daemon=False).start()
 
     def _edge(self, from_stage: object, to_stage: object, key: object) -> Edge:
         edge = Edge(from_stage=str(from_stage), to_stage=str(to_stage), key=str(key))

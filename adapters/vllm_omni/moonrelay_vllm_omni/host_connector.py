@@ -71,9 +71,14 @@ def connector_class() -> type[Any]:
             return self.stages.health()
 
         def close(self) -> None:
-            # The base's __del__ calls this, also where the constructor has failed.
-            stages = getattr(self, "stages", None)
+            stages = getattr(self, "stages", None)  # there is none where the constructor has failed
             if stages is not None:
                 stages.close()
+
+        def __del__(self) -> None:
+            # Instead of the base's, which closes in whatever thread collects: one of ours, say, with its locks held.
+            stages = getattr(self, "stages", None)
+            if stages is not None:
+                stages.close_soon()
 
     return MoonrelayConnector

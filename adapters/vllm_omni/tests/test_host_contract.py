@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import subprocess
@@ -19,6 +20,7 @@ import torch
 from omni_peer import StagePeer, digest, store_keys, tree
 
 from moonrelay_vllm_omni import plugin
+from moonrelay_vllm_omni.connector import LAST_JOBS_S
 
 pytestmark = pytest.mark.vllm_omni
 
@@ -150,6 +152,38 @@ def test_a_connector_that_was_refused_can_be_collected() -> None:
     half_built = object.__new__(connector_class())
     half_built.close()
     del half_built
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("where", ["locked", "own thread"])
+def test_a_forgotten_connector_is_closed_wherever_it_is_collected(extra: dict[str, Any], where: str) -> None:
+    from moonrelay_vllm_omni.host_connector import connector_class
+
+    connector = connector_class()(extra)
+    connector.put(*EDGE, "k", tree(1))
+    stages = connector.stages
+    connector.itself = connector  # only the collector ends it, and that may run in any thread
+    del connector
+    if where == "locked":
+        with stages._lock:
+            gc.collect()
+    else:
+        stages._jobs.submit(gc.collect)
+    end = time.monotonic() + 30.0
+    while any(thread.name.startswith("moonrelay-omni") for thread in threading.enumerate()):
+        assert time.monotonic() < end, "it was not closed"
+        threading.Event().wait(0.02)
+    assert stages.health()["closed"]
+
+
+def test_a_process_that_forgets_its_connector_ends_at_once(extra: dict[str, Any]) -> None:
+    code = (
+        "import sys, time; from moonrelay_vllm_omni.host_connector import connector_class; "
+        f"kept = connector_class()({extra!r}); kept.put('0', '1', 'k', {{'a': 1}}); print(time.monotonic())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=True)
+    assert time.monotonic() - float(done.stdout.splitlines()[-1]) < LAST_JOBS_S, done.stderr
+    assert "undone" not in done.stderr
 
 
 # -- what the host's callers do ---------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 
 import pytest
 
@@ -16,17 +18,24 @@ from moonrelay_vllm_omni import activity, plugin
 from moonrelay_vllm_omni.conformance import VllmOmniSide, VllmOmniTarget
 
 WITHOUT_A_HOST = """
-import importlib.abc, sys
-class NoHost(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("vllm_omni", "vllm"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+import sys
+sys.modules["vllm_omni"] = None  # neither found nor imported
 from moonrelay_vllm_omni import plugin
-plugin.find_spec = lambda name: None
-sys.meta_path.insert(0, NoHost())
 plugin.register()
 plugin.register()
-print(sorted({"vllm_omni", "vllm", "torch", "mooncake"} & sys.modules.keys()), plugin.VllmOmniAdapter().available())
+print(sorted({"vllm", "torch", "mooncake"} & sys.modules.keys()), plugin.VllmOmniAdapter().available())
+"""
+#: What plain vLLM does in each of its processes, where it is installed alone.
+PLAIN_VLLM = """
+import sys
+sys.modules["vllm_omni"] = None
+import vllm
+before = set(sys.modules)
+from importlib.metadata import entry_points
+(ours,) = entry_points(group="vllm.general_plugins", name="moonrelay")
+ours.load()()
+heavy = {"vllm_omni", "torch", "mooncake", "msgpack", "numpy"}
+print(vllm.WHO, "moonrelay_vllm_omni" in sys.modules, sorted(heavy & (set(sys.modules) - before)))
 """
 
 
@@ -49,6 +58,20 @@ def test_without_the_host_registering_does_nothing_and_imports_nothing() -> None
     )
     assert done.stdout.startswith("[] (False, ")
     assert "vllm-omni not installed; pip install" in done.stdout
+
+
+def test_in_plain_vllm_the_entry_point_does_nothing_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text("WHO = 'plain vLLM'\n")
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN_VLLM],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.stdout.strip() == "plain vLLM True []"
+    assert done.stderr == ""
 
 
 def test_the_adapter_is_found_by_its_name() -> None:
