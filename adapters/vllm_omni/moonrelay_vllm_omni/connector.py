@@ -103,7 +103,7 @@ class StageConnector:
         self._closing = threading.Lock()
         self._puts: dict[Edge, _Put] = {}
         self._edges: dict[str, Edge] = {}
-        self._over: dict[str, bool] = {}
+        self._over: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
         self._last_error: str | None = None
         settings = self.settings
@@ -176,12 +176,14 @@ class StageConnector:
             before = self._puts.get(edge)
             self._puts[edge] = _Put(handle=handle, leaves=_references(payload))
             self._edges[handle.id] = edge
-            over = self._over.pop(handle.id, False)
+            over = self._over.pop(handle.id, None)
             self._counts["puts"] += 1
             self._counts["bytes_transferred"] += handle.nbytes
         if not self._jobs.submit(partial(self._enter, edge, handle, before)):
             raise ConnectorClosed("the connector was closed meanwhile", key=edge.key)
-        if over:
+        if over is not None:
+            if over:
+                self._note_text(over)
             self._forget(handle.id)
         return True, _size(handle), _told(handle)
 
@@ -416,7 +418,8 @@ class StageConnector:
         error: MoonrelayError | None = None
         for _ in range(WRITE_ATTEMPTS):
             try:
-                self._directory.write(edge, handle, Deadline(WRITE_TIMEOUT_S, self._clock))
+                own = None if before is None else before.handle.id
+                self._directory.write(edge, handle, Deadline(WRITE_TIMEOUT_S, self._clock), instead_of=own)
                 error = None
                 break
             except (TransferFailed, TransferTimeout, PeerLost) as exc:
@@ -437,18 +440,22 @@ class StageConnector:
 
     def _on_event(self, event: Event) -> None:
         """Follow our own payloads' ends (an observer; in whatever thread they end)."""
-        if event.payload_id is None or event.name not in ("released", "lease_expired"):
+        if event.payload_id is None or event.name not in ("released", "lease_expired", "failed"):
             return
         if event.name == "lease_expired" and event.reason != "expired":
             return  # a reader's claim lapsed, the payload stays
+        why = f"{event.code}: {event.reason}" if event.name == "failed" else ""
         with self._lock:
             if event.payload_id not in self._edges:
                 # It has ended before `put`, which publishes first, could note where it belongs.
-                self._over[event.payload_id] = True
+                self._over[event.payload_id] = self._over.get(event.payload_id) or why
                 while len(self._over) > OVER_KEPT:
                     self._over.pop(next(iter(self._over)))
                 return
-        self._forget(event.payload_id)
+        if why:
+            self._note_text(why)  # its end is told apart
+        else:
+            self._forget(event.payload_id)
 
     def _forget(self, payload_id: str) -> None:
         """Take a payload that has ended off the books, and its record away."""
@@ -462,9 +469,12 @@ class StageConnector:
         self._jobs.submit(partial(self._leave, edge, payload_id))
 
     def _note(self, error: MoonrelayError) -> None:
+        self._note_text(f"{error.code}: {error.message}")
+
+    def _note_text(self, text: str) -> None:
         with self._lock:
             self._counts["errors"] += 1
-            self._last_error = f"{error.code}: {error.message}"
+            self._last_error = text
 
     def _count(self, name: str) -> None:
         with self._lock:

@@ -38,6 +38,10 @@ logger = logging.getLogger(__name__)
 INLINE_BYTES: Final = MAX_VALUE_BYTES - 256
 #: How often a record of another payload is replaced before its writer gives up.
 _TURNS: Final = 8
+_ANOTHERS: Final = (
+    "%s stood for a payload of another producer in %s and is replaced: a stage was started again, or two deployments "
+    "share the namespace %s; give each of them one of its own"
+)
 #: How long after its payload's life a record may stay, in seconds.
 GRACE_S: Final = 30.0
 #: How long a record stands before its payload's owner is asked after, in seconds.
@@ -144,8 +148,14 @@ class KeyDirectory:
                 self._relay.start()
                 self._started = True
 
-    def write(self, edge: Edge, handle: StageHandle, deadline: Deadline) -> None:
-        """Let ``edge`` stand for ``handle``, instead of whatever it stood for.
+    def write(self, edge: Edge, handle: StageHandle, deadline: Deadline, *, instead_of: str | None = None) -> None:
+        """Let ``edge`` stand for ``handle``, instead of whatever it stood for; another producer's payload is told.
+
+        Args:
+            edge: The key.
+            handle: The payload.
+            deadline: Bound of the attempt.
+            instead_of: The payload of this very producer that may stand there.
 
         Raises:
             CapacityError, TransferFailed, TransferTimeout, PeerLost: It may not stand.
@@ -167,7 +177,10 @@ class KeyDirectory:
             standing = self._relay.put_if_absent(key, value, deadline)
             if standing == value:
                 return
-            self._remove(key, _or_none(standing), deadline)
+            record = _or_none(standing)
+            if record is not None and record.generation not in (instead_of, handle.id):
+                logger.warning(_ANOTHERS, edge, self.url, self._prefix.removesuffix(".keys"))
+            self._remove(key, record, deadline)
         message = f"another producer puts the key {edge} all the time; a key belongs to one producer"
         raise IntegrityError(message, key=edge.key)
 

@@ -16,6 +16,7 @@ from omni_peer import PeerFailed, StagePeer, digest, store_keys, tree
 
 from moonrelay.errors import (
     Aborted,
+    CapacityError,
     ConfigError,
     IntegrityError,
     MoonrelayError,
@@ -293,6 +294,39 @@ def test_a_payload_larger_than_the_pool_goes_through_the_store(make: Make) -> No
     assert torch.equal(got(other, "k")["x"], large["x"])
 
 
+def test_a_pool_without_room_is_said_at_once_and_there_is_room_again(make: Make, place: Path) -> None:
+    one, other = make(transfer_mode="p2p", pool_bytes=2 << 20), make(transfer_mode="p2p")
+    payload = {"x": torch.ones(1 << 20, dtype=torch.uint8)}
+    one.put(*EDGE, "a", payload)
+    one.put(*EDGE, "b", payload)
+    with pytest.raises(CapacityError, match="pool_bytes"):  # the host's engine loop calls this, and is not to wait
+        one.put(*EDGE, "c", payload)
+    assert one.health()["last_error"].startswith("capacity_error: ")
+    del payload
+    got(other, "a")
+    until(lambda: one.in_use()["payloads"] == 1, "what was taken is kept")
+    one.put(*EDGE, "c", {"x": torch.full((1 << 20,), 7, dtype=torch.uint8)})
+    assert got(other, "c")["x"][0] == 7
+    got(other, "b")
+    until(nothing_is_left(place, one, other), "something is left")
+
+
+def test_a_payload_that_neither_pool_nor_store_can_take_is_said_by_health(make: Make, place: Path) -> None:
+    small = {"pool_bytes": 1 << 20, "store_capacity_bytes": 2 << 20}
+    one, other = make(**small), make(**small)
+    for number in range(6):  # more than both hold; whether the store has room shows only after `put`
+        assert one.put(*EDGE, f"k{number}", {"x": torch.full((1 << 20,), number, dtype=torch.uint8)})[0]
+    until(lambda: one.health()["errors"] >= 3, "nothing was said")
+    assert one.health()["last_error"].startswith("capacity_error: ")
+    assert "capacity_bytes" in one.health()["last_error"]
+    one.cleanup("k0")
+    for number in range(1, 6):
+        found = other.get_with_deadline(*EDGE, f"k{number}", deadline=time.monotonic() + 0.5)
+        assert found is None or found[0]["x"].eq(number).all()
+        del found
+    until(nothing_is_left(place, one, other), "a payload that failed left something")
+
+
 # -- getting ----------------------------------------------------------------------------------------------------------
 
 
@@ -425,11 +459,36 @@ def test_one_payload_for_many_waiting_threads_goes_to_one(make: Make) -> None:
     assert sum(one is not None for one in found) == 1
 
 
+# -- who shares a store ------------------------------------------------------------------------------------------------
+
+
+def test_namespaces_keep_deployments_apart(make: Make) -> None:
+    ours, theirs = make(namespace="ours"), make(namespace="theirs")
+    ours.put(*EDGE, "k", tree(1))
+    theirs.put(*EDGE, "k", tree(2))
+    assert digest(got(make(namespace="theirs"), "k")) == digest(tree(2))
+    assert digest(got(make(namespace="ours"), "k")) == digest(tree(1))
+
+
+def test_another_producers_key_is_replaced_with_a_warning_that_names_the_namespace(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = make(), make()
+    one.put(*EDGE, "k", tree(1))
+    one.put(*EDGE, "k", tree(2))
+    one._jobs.flush(_soon())
+    assert "namespace" not in caplog.text
+    other.put(*EDGE, "k", tree(3))
+    other._jobs.flush(_soon())
+    assert [record.levelname for record in caplog.records if "namespace" in record.getMessage()] == ["WARNING"]
+
+
 # -- ends -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_payload_that_nobody_takes_is_freed(make: Make, place: Path) -> None:
-    one, other = make(lease_ttl_s=0.5), make()
+@pytest.mark.parametrize("extra_of_mode", [{"transfer_mode": "p2p"}, {"transfer_mode": "store"}, {"spill_after_s": 0}])
+def test_a_payload_that_nobody_takes_is_freed(make: Make, place: Path, extra_of_mode: dict[str, Any]) -> None:
+    one, other = make(lease_ttl_s=0.5, **extra_of_mode), make()
     _, _, metadata = one.put(*EDGE, "k", tree(1))
     until(nothing_is_left(place, one), "the payload outlived its lease")
     assert other.get_with_deadline(*EDGE, "k", deadline=time.monotonic() + 0.3) is None
@@ -525,6 +584,41 @@ def test_close_from_another_thread_ends_a_wait(make: Make) -> None:
         other.close()
         with pytest.raises(ConnectorClosed):
             waiting.result(20.0)
+
+
+@pytest.mark.parametrize("mode", ["p2p", "store", "auto"])
+def test_close_in_the_middle_of_puts_and_gets(make: Make, mode: str) -> None:
+    one, other = make(transfer_mode=mode), make(transfer_mode=mode)
+    under_way = threading.Barrier(3)
+
+    def puts() -> None:
+        for number in range(1_000_000):
+            if number == 3:
+                under_way.wait(20.0)
+            try:
+                one.put(*EDGE, f"k{number}", tree(number, 1 << 16))
+            except CapacityError:
+                threading.Event().wait(0.01)  # the reader is slower
+
+    def gets() -> None:
+        for number in range(1_000_000):
+            if number == 2:
+                under_way.wait(20.0)
+            while other.get_with_deadline(*EDGE, f"k{number}", deadline=time.monotonic() + 20.0) is None:
+                pass
+
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(puts), pool.submit(gets)]
+        under_way.wait(20.0)
+        one.close()
+        with pytest.raises(ConnectorClosed):
+            calls[0].result(20.0)
+        other.close()
+        with pytest.raises(MoonrelayError) as ended:
+            calls[1].result(20.0)
+    assert isinstance(ended.value, (ConnectorClosed, *GONE))
+    del ended, calls
+    until(lambda: not any([*one.in_use().values(), *other.in_use().values()]), "something is held after close")
 
 
 def test_close_keeps_what_was_put_in_the_store(make: Make, place: Path) -> None:
@@ -624,6 +718,17 @@ def test_a_producer_that_is_killed_is_a_typed_failure_within_a_bound(
     assert time.monotonic() - started < 15.0
     until(nothing_is_left(place, other), "the dead producer's record was left")
     assert other.get_with_deadline(*EDGE, "k", deadline=time.monotonic() + 0.3) is None
+
+
+@pytest.mark.processes
+def test_a_stage_that_is_started_again_puts_the_same_key_again(peer: Peer, make: Make, place: Path) -> None:
+    first, reader = peer(), make()
+    first.do("put", key="k", seed=1)
+    first.kill()
+    again = peer()
+    again.do("put", key="k", seed=2)
+    assert digest(got(reader, "k")) == digest(tree(2))
+    until(lambda: not store_keys(place), "the payload of the killed one left something")
 
 
 @pytest.mark.processes
