@@ -177,10 +177,10 @@ class KeyDirectory:
             standing = self._relay.put_if_absent(key, value, deadline)
             if standing == value:
                 return
-            record = _or_none(standing)
-            if record is not None and record.generation not in (instead_of, handle.id):
+            replaced = _or_none(standing)
+            if replaced is not None and replaced.generation not in (instead_of, handle.id):
                 logger.warning(_ANOTHERS, edge, self.url, self._prefix.removesuffix(".keys"))
-            self._remove(key, record, deadline)
+            self._remove(key, replaced, deadline)
         message = f"another producer puts the key {edge} all the time; a key belongs to one producer"
         raise IntegrityError(message, key=edge.key)
 
