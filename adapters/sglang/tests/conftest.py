@@ -34,7 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Those of a file that says so are the last ones in their cluster.
     """
-    places = [place for place, item in enumerate(items) if "cluster" in getattr(item, "fixturenames", ())]
+    here = Path(__file__).parent
+    places = [
+        place
+        for place, item in enumerate(items)
+        # The hook is given the items of all folders, and a fixture of another one may have that name.
+        if here in item.path.parents and "cluster" in getattr(item, "fixturenames", ())
+    ]
     known = list(CLUSTERS)
 
     def order(item: Any) -> tuple[int, bool]:
