@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import multiprocessing
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import yaml
 from omni_peer import StagePeer, digest, store_keys, tree
 
 from moonrelay_vllm_omni import plugin
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.vllm_omni
 
 Create = Callable[..., Any]
 EDGE = ("0", "1")
+EXAMPLES = Path(__file__).parents[1] / "examples"
 IN_A_CHILD = """
 from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
 before = "MoonrelayConnector" in OmniConnectorFactory.list_registered_connectors()
@@ -184,6 +187,19 @@ def test_a_process_that_forgets_its_connector_ends_at_once(extra: dict[str, Any]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150, check=True)
     assert time.monotonic() - float(done.stdout.splitlines()[-1]) < LAST_JOBS_S, done.stderr
     assert "undone" not in done.stderr
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_host_knows_every_key_of_an_example(file: Path) -> None:
+    from vllm_omni.config.stage_config import DeployConfig, StageDeployConfig, load_deploy_config
+
+    content = yaml.safe_load(file.read_text())
+    assert content.keys() <= {field.name for field in dataclasses.fields(DeployConfig)}
+    for stage in content["stages"]:
+        assert stage.keys() <= {field.name for field in dataclasses.fields(StageDeployConfig)}
+    deploy = load_deploy_config(file)
+    assert deploy.pipeline == content["pipeline"]
+    assert len(deploy.stages) == len(content["stages"])
 
 
 # -- what the host's callers do ---------------------------------------------------------------------------------------

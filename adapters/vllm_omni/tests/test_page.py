@@ -1,15 +1,25 @@
-"""The adapter's page says what the code says: every setting with its default, the supported versions, the pipelines."""
+"""The adapter's page says what the code says: settings with their defaults, versions, pipelines, and what to type."""
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+import shlex
+import subprocess
+import sys
 from dataclasses import MISSING, fields
+from importlib.metadata import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from moonrelay_vllm_omni import config, plugin
-from moonrelay_vllm_omni.pipelines import registration
+from moonrelay_vllm_omni.pipelines import conditioning, registration
+from moonrelay_vllm_omni.serve.__main__ import parse
+from moonrelay_vllm_omni.serve.schema import Limits, image_orders
 
 PAGE = Path(__file__).parents[1] / "README.md"
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -82,3 +92,85 @@ def test_the_table_of_pipelines_has_each_with_its_example(page: str) -> None:
 def test_the_links_lead_somewhere(page: str) -> None:
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", page):
         assert (PAGE.parent / link).exists(), link
+
+
+def blocks(page: str, language: str) -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert found, f"no {language}"
+    return found
+
+
+def wired(deploy: dict[str, Any]) -> int:
+    """Hold that every edge has a connector at both ends, the same one, and return how many edges there are."""
+    out, into = (
+        {
+            (int(stage["stage_id"]), int(word.rpartition("_")[2])): name
+            for stage in deploy["stages"]
+            for word, name in stage.get(f"{side}_connectors", {}).items()
+        }
+        for side in ("output", "input")
+    )
+    assert out == {(first, second): name for (second, first), name in into.items()}
+    assert set(out.values()) <= deploy["connectors"].keys()
+    return len(out)
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_an_example_is_wired_and_its_settings_are_taken(file: Path) -> None:
+    deploy = yaml.safe_load(file.read_text())
+    assert [stage["stage_id"] for stage in deploy["stages"]] == list(range(len(deploy["stages"])))
+    assert wired(deploy) == len(deploy["stages"]) - 1
+    (connector,) = deploy["connectors"].values()
+    assert connector.keys() == {"name", "extra"}
+    assert connector["name"] == plugin.NAME
+    config.parse(connector["extra"])
+    assert deploy["async_chunk"] is False, "the host's default is true, which stages of diffusion do not do"
+
+
+def test_what_the_page_says_to_put_into_a_yaml_is_taken(page: str) -> None:
+    switch, hook = (yaml.safe_load(text) for text in blocks(page, "yaml"))
+    assert wired(switch) == 1
+    config.parse(switch["connectors"]["mr"]["extra"])
+    (between,) = re.findall(r"`(extra: \{.*?\})`", page)
+    assert config.parse(yaml.safe_load(between)["extra"]).store.url == "mooncake://10.0.0.1:50051"
+    assert conditioning._checked(hook[0]["model_config"][conditioning.SETTINGS])
+
+
+def test_every_command_of_the_page_is_one(page: str) -> None:
+    """Those that need a model are run by the host's tests; here it is what they are given."""
+    lines = [line[2:] for text in blocks(page, "console") for line in text.splitlines() if line.startswith("$ ")]
+    lines += re.findall(r"`((?:moonrelay|python) [^`]*)`", page)
+    seen = set()
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        if words[:2] == ["pip", "install"]:
+            extras = re.findall(r"\[(.*)\]", words[2])[0].split(",")
+            assert set(extras) <= set(metadata("moonrelay").get_all("Provides-Extra"))
+        elif words[:3] == ["python", "-m", "moonrelay_vllm_omni.serve"]:
+            served = [str(EXAMPLES / word) if word.endswith(".yaml") else word for word in words[3:]]
+            assert parse(served).port == 8000
+        elif words[0] == "curl":
+            assert words[1] == "localhost:8000/v1/images/generations"
+            image_orders(json.loads(words[words.index("-d") + 1]), Limits(), model="m", seed=1)
+        else:
+            assert words[0] == "moonrelay", line
+            command = [sys.executable, "-m", "moonrelay.cli.main", *words[1:], "--help"]
+            subprocess.run(command, capture_output=True, timeout=60, check=True)
+        seen.add(" ".join(words[:2]))
+    assert {"pip install", "python -m", "moonrelay doctor", "moonrelay bench", "moonrelay conformance"} <= seen
+
+
+def test_the_pages_program_is_one(page: str) -> None:
+    (program,) = blocks(page, "python")
+    imported = {
+        (node.module, name.name)
+        for node in ast.walk(ast.parse(program))
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    # The host's two names and the call are those of `omni_engine`, which the host's tests run.
+    run = (Path(__file__).parent / "omni_engine.py").read_text()
+    for module, name in imported - {("moonrelay_vllm_omni.plugin", "register")}:
+        assert f"from {module} import {name}\n" in run
+    assert ("moonrelay_vllm_omni.plugin", "register") in imported
+    assert re.search(r'deploy_config="(.*?)"', program)[1] in {file.name for file in EXAMPLES.glob("*.yaml")}
