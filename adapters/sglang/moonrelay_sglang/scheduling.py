@@ -8,12 +8,13 @@ and who holds them, signs of life, and the order in which instances are asked.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from moonrelay.clock import Clock, SystemClock
-from moonrelay.errors import Cancelled, ConfigError, DeadlineExceeded, LeaseLost, MoonrelayError, PeerLost
+from moonrelay.errors import Cancelled, ConfigError, DeadlineExceeded, LeaseLost, MoonrelayError, PeerLost, WireError
 from moonrelay.queueing import Pipeline, StageQueue, StageSpec, StageTask
 from moonrelay.queueing.job import Job
 from moonrelay.queueing.task import Priority
@@ -24,13 +25,17 @@ from moonrelay_sglang.actions import Action, Dispatch, Failed, Limits, Release, 
 POLICIES: Final = ("round_robin", "max_free_slots", "credits", "priority", "affinity")
 #: How often in a row an instance must not name a job before it counts as lost on its way there.
 _UNHELD_BEATS: Final = 2
-#: What an instance that stopped leaves to its successor: bounds of the queue, none of them a promise to users.
+#: Bounds of the queue. Ended requests are forgotten here as soon as their end is seen, and all may end at once.
 _KEEP_EVENTS: Final = 2_000
-_KEEP_ENDED: Final = 200
 _MAX_DEPTH: Final = 10_000
+_KEEP_ENDED: Final = _MAX_DEPTH
+#: How many earlier processes of an endpoint are remembered, so that none of them takes its place back.
+_KEEP_EPOCHS: Final = 16
 
 #: Raised by a job whose claim is over: what came belongs to an earlier delivery.
 _OVER: Final = (LeaseLost, Cancelled, DeadlineExceeded)
+#: How the queue ends a request by itself.
+_ENDS: Final = frozenset({"failed", "dead"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +53,8 @@ class _Instance:
     heard_at_s: float | None = None
     worker: Worker | None = None
     deaths: int = 0
+    #: Processes that another one followed.
+    past: deque[str] = field(default_factory=lambda: deque(maxlen=_KEEP_EPOCHS))
 
     def __str__(self) -> str:
         return f"{self.stage}[{self.index}] at {self.endpoint}"
@@ -160,10 +167,11 @@ class HeadScheduler:
         buffers: int | None = None,
         labels: Mapping[str, str] | None = None,
         name: str = "",
-    ) -> list[Action]:
+    ) -> bool:
         """Take an instance into its stage's pool, or note that it is still there.
 
-        Another epoch than before is another process: what the earlier one had is delivered again.
+        Another epoch than before is another process: what the earlier one had is delivered again. That one does not
+        come back while its follower lives: its last words may arrive late, and two processes may claim one endpoint.
 
         Args:
             stage: Its stage.
@@ -174,15 +182,22 @@ class HeadScheduler:
             labels: What a request's affinity is compared with.
             name: For displays.
 
+        Returns:
+            Whether it is in the pool; not where another process has followed it, and lives.
+
         Raises:
             ConfigError: The stage or the place is not of this deployment, or a number is wrong.
         """
         instance = self._instance(stage, index)
         if instance.epoch == epoch and instance.worker is not None:
             instance.heard_at_s = self._clock.monotonic()
-            return []
+            return True
+        if instance.worker is not None and epoch in instance.past and self._lives(instance):
+            return False
         if instance.worker is not None:
             self._lay_off(instance, f"{instance} was started anew")
+        if instance.epoch and instance.epoch != epoch:
+            instance.past.append(instance.epoch)
         worker = self._queue.register_worker(
             stage, slots=slots, buffers=buffers, affinity=labels, worker_id=f"{stage}[{index}]", heartbeat=False
         )
@@ -190,9 +205,17 @@ class HeadScheduler:
         instance.epoch, instance.slots, instance.buffers = epoch, slots, buffers
         instance.labels, instance.name = dict(labels or {}), name
         instance.heard_at_s = self._clock.monotonic()
-        return []
+        return True
 
-    def beat(self, stage: str, index: int, *, epoch: str, holding: Iterable[tuple[str, int]]) -> list[Action]:
+    def beat(
+        self,
+        stage: str,
+        index: int,
+        *,
+        epoch: str,
+        holding: Iterable[tuple[str, int]],
+        offered: Iterable[tuple[str, int]] = (),
+    ) -> list[Action]:
         """Note a sign of life.
 
         Args:
@@ -200,9 +223,10 @@ class HeadScheduler:
             index: Its place.
             epoch: Its process; one that is not registered is ignored, `register` comes first.
             holding: What it has taken and not ended: pairs of request and attempt.
+            offered: What it has made and still keeps, likewise.
 
         Returns:
-            Releases of what it holds in vain.
+            Releases of what it holds in vain: it was not there to be told, or another head was.
         """
         instance = self._instance(stage, index)
         if instance.worker is None or instance.epoch != epoch:
@@ -220,8 +244,9 @@ class HeadScheduler:
                 self._give_up(running, PeerLost(f"the work never came to {instance}"))
         return [
             Release(stage=stage, index=index, request_id=request_id, attempt=attempt)
-            for request_id, attempt in sorted(held)
+            for request_id, attempt in sorted({*held, *offered})
             if not self._is_running(request_id, attempt)
+            and ((request_id, attempt) in held or not self._is_made(instance, request_id, attempt))
         ]
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -274,12 +299,19 @@ class HeadScheduler:
 
         Returns:
             A release of it, where the delivery is over.
+
+        Raises:
+            WireError: No stage follows that one, or not the one that is named; nothing changes.
         """
+        below = self.stages[self.stages.index(stage) + 1 :]
+        follows = next_stage or (below[0] if below else "")
+        if follows not in below:
+            message = f"{stage} says that it made input for {follows or 'a stage'}, which does not follow it"
+            raise WireError(message, field="stage", request_id=request_id)
         made = Release(stage=stage, index=index, request_id=request_id, attempt=attempt)
         running, request = self._running.get(request_id), self._requests.get(request_id)
-        if request is None or running is None or running.attempt != attempt:
+        if request is None or running is None or running.attempt != attempt or running.job.stage != stage:
             return [made]
-        follows = next_stage or self.stages[self.stages.index(stage) + 1]
         request.inputs[follows] = given
         request.made.append(made)
         del self._running[request_id]
@@ -338,13 +370,12 @@ class HeadScheduler:
             return []
         running = self._running.pop(request_id, None)
         try:
-            if running is None:
-                # The result of an attempt that was given up: the request waits for another one, in vain now.
-                self._queue.cancel(request_id)
-            else:
+            if running is not None:
                 running.job.complete()
         except _OVER:
             pass
+        # The result of an attempt that was given up: the request waits for another one, in vain now.
+        self._queue.cancel(request_id)
         self._served += 1
         return self._forget(request_id, running)
 
@@ -467,6 +498,12 @@ class HeadScheduler:
         running = self._running.get(request_id)
         return running is not None and running.attempt == attempt
 
+    def _is_made(self, instance: _Instance, request_id: str, attempt: int) -> bool:
+        request = self._requests.get(request_id)
+        return request is not None and any(
+            (one.stage, one.index, one.attempt) == (instance.stage, instance.index, attempt) for one in request.made
+        )
+
     @staticmethod
     def _release_of(running: _Running) -> Release:
         return Release(
@@ -514,21 +551,31 @@ class HeadScheduler:
                 if view.error_message:
                     text += f"; before that: {view.error_message}"
                 actions.append(Failed(request_id=view.request_id, error=text, code=DeadlineExceeded.code))
-                actions += self._forget(view.request_id, None)
+                # One may be under way all the same: its claim lapsed while the head stood still.
+                actions += self._forget(view.request_id, self._running.pop(view.request_id, None))
         return actions
 
     def _ended(self) -> list[Action]:
         """Find requests that the queue has ended by itself: attempts used up, time over, an error that is final."""
         actions: list[Action] = []
-        for event in self._queue.events(self._last_event):
-            self._last_event = event.number
-            if event.kind not in {"failed", "dead"} or event.request_id not in self._requests:
+        for request_id in self._ended_ids():
+            if request_id not in self._requests:
                 continue
-            running = self._running.pop(event.request_id, None)
+            running = self._running.pop(request_id, None)
             self._failed += 1
-            actions.append(self._told(event.request_id))
-            actions += self._forget(event.request_id, running)
+            actions.append(self._told(request_id))
+            actions += self._forget(request_id, running)
         return actions
+
+    def _ended_ids(self) -> list[str]:
+        found: list[str] = []
+        while events := self._queue.events(self._last_event):
+            if events[0].number > self._last_event + 1:
+                # More ended at once than the feed keeps.
+                found = [view.request_id for view in self._queue.requests() if view.state in _ENDS]
+            found += [event.request_id for event in events if event.kind in _ENDS]
+            self._last_event = events[-1].number
+        return found
 
     def _told(self, request_id: str) -> Failed:
         try:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moonrelay.clock import ManualClock
-from moonrelay.errors import CapacityError, ConfigError, MoonrelayError, PeerLost
+from moonrelay.errors import CapacityError, ConfigError, MoonrelayError, PeerLost, WireError
 from moonrelay_sglang.actions import Action, Dispatch, Failed, Limits, Release, StageInput
 from moonrelay_sglang.scheduling import HeadScheduler
 
@@ -343,3 +343,55 @@ def test_wrong_settings_are_refused_by_name() -> None:
         Limits(dead_after_s=0)
     with pytest.raises(ConfigError, match=r"denoiser\[2\]"):
         Head().scheduler.register("denoiser", 2, epoch="x", slots=1)
+
+
+def test_all_requests_may_end_at_once() -> None:
+    head = Head(request_s=10.0)
+    for number in range(2500):
+        head.scheduler.submit(f"r{number}")
+    head.clock.advance(11.0)
+    failed = [action for action in head.poll() if isinstance(action, Failed)]
+    assert len(failed) == 2500, "more than the queue's feed keeps"
+    assert all("deadline passed" in one.error for one in failed)
+    assert head.scheduler.snapshot()["active"] == 0
+
+
+def test_a_result_counts_although_the_head_stood_still() -> None:
+    head = Head(dead_after_s=5.0)
+    head.until("decoder")
+    head.clock.advance(60.0)  # beyond the queue's own lease
+    head.scheduler.finished("r")
+    assert head.poll() == []
+    assert head.scheduler.snapshot()["active"] == 0
+
+
+def test_the_last_stage_makes_input_for_nobody() -> None:
+    head = Head()
+    work = head.until("decoder")
+    with pytest.raises(WireError, match="does not follow"):
+        head.staged(work)
+    assert head.scheduler.attempt_of("r", "decoder") == work.attempt
+
+
+def test_what_a_returned_instance_still_offers_is_released() -> None:
+    head = Head()
+    work = head.until("denoiser")
+    encoded = 1
+    assert head.scheduler.beat("encoder", 0, epoch="one", holding=(), offered=[("r", encoded)]) == []
+    head.silent.add(("encoder", 0))
+    head.pass_time(6.0)
+    head.failed(work, CapacityError("final"))
+    assert not [one for one in head.poll() if isinstance(one, Release) and one.stage == "encoder"]
+    head.register("encoder", 0)
+    assert head.scheduler.beat("encoder", 0, epoch="one", holding=(), offered=[("r", encoded)]) == [
+        Release(stage="encoder", index=0, request_id="r", attempt=encoded)
+    ]
+
+
+def test_the_last_words_of_a_process_do_not_put_its_successor_out() -> None:
+    head = Head()
+    head.register("encoder", 0, epoch="two")
+    work = head.until("encoder")
+    assert not head.scheduler.register("encoder", 0, epoch="one", slots=1)
+    assert head.scheduler.index_of("encoder", "two") == 0
+    assert head.scheduler.attempt_of("r", "encoder") == work.attempt
