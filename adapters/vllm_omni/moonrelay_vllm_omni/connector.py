@@ -335,8 +335,8 @@ class StageConnector:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _close_apart(self) -> None:
-        # No daemon: a process that ends meanwhile waits, and what was put is moved to the store.
-        threading.Thread(target=self.close, name="moonrelay-omni-close", daemon=False).start()
+        # One that the interpreter knows by name; where the process ends meanwhile, leases and sweeps do the rest.
+        threading.Thread(target=self.close, name="moonrelay-omni-close", daemon=True).start()
 
     def _edge(self, from_stage: object, to_stage: object, key: object) -> Edge:
         edge = Edge(from_stage=str(from_stage), to_stage=str(to_stage), key=str(key))

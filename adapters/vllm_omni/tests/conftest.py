@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -11,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from cpu_platform.install import installed
+from omni_engine import PROMPTS, SIZES, Engine, on_a_cpu
 from omni_peer import StagePeer, new_place, settings_in
 
 from moonrelay.transfer.shm import sweep_orphans
@@ -23,6 +28,8 @@ collect_ignore = [] if HOST_IS_THERE else HOST_FILES
 
 Make = Callable[..., StageConnector]
 Peer = Callable[..., StagePeer]
+Tiny = Callable[[str], Path]
+Undivided = Callable[[str], dict[str, dict[str, Any]]]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -92,3 +99,42 @@ def peer(extra: dict[str, Any], place: Path) -> Iterator[Peer]:
     for one in started:
         one.end()
     sweep_orphans(place / "segments")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """Makes a family's tiny random model, once."""
+    if not installed():
+        pytest.fail("the host has no CPU platform here; run `python -m cpu_platform.install`, as nox -s vllm_omni does")
+    folder = tmp_path_factory.mktemp("tiny")
+
+    def of(family: str) -> Path:
+        model = folder / family
+        if not model.exists():
+            build = f"import sys; from moonrelay_diffusers import tiny; tiny.build_{family}(sys.argv[1])"
+            subprocess.run([sys.executable, "-c", build, str(model)], timeout=300, check=True)
+        return model
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def undivided(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Undivided:
+    """What the host's own pipeline of a family paints of `PROMPTS`, in one stage; its engine starts once."""
+    folder = tmp_path_factory.mktemp("undivided")
+    seen: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def of(family: str) -> dict[str, dict[str, Any]]:
+        if family not in seen:
+            file = folder / f"{family}.yaml"
+            stage = {"stage_id": 0, "devices": "0", "max_num_seqs": 1}
+            deploy = {"pipeline": f"moonrelay_test_{family}", "async_chunk": False, "stages": [stage]}
+            file.write_text(yaml.safe_dump(on_a_cpu(deploy)))
+            engine = Engine(tiny(family), file, folder / f"{family}.log")
+            try:
+                seen[family] = {name: engine.do("paint", prompt=one, **SIZES[family]) for name, one in PROMPTS.items()}
+            finally:
+                engine.end()
+        return seen[family]
+
+    return of

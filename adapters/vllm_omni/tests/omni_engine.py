@@ -25,6 +25,17 @@ UNDIVIDED = {
     "moonrelay_test_qwen_image": ("QwenImagePipeline", "image"),
     "moonrelay_test_wan": ("WanPipeline", "video"),
 }
+#: What tests paint, by family and by name: with and without a negative prompt, and as bare text, for which the host by
+#: itself would not look for a payload.
+SIZES: dict[str, dict[str, int]] = {
+    "qwen_image": {"seed": 3, "height": 64, "width": 64, "num_inference_steps": 4},
+    "wan": {"seed": 3, "height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 3},
+}
+PROMPTS: dict[str, Any] = {
+    "guided": {"prompt": "a fox in the snow", "negative_prompt": "blurry"},
+    "plain": {"prompt": "a fox in the snow"},
+    "text": "a lighthouse at night",
+}
 START_TIMEOUT_S = 420.0
 #: What every stage of a deploy YAML needs besides on a CPU.
 ON_A_CPU = {"enforce_eager": True}

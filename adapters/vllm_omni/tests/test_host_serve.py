@@ -29,8 +29,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from cpu_platform.install import installed
-from omni_engine import Engine, on_a_cpu
+from omni_engine import PROMPTS, on_a_cpu
 from PIL import Image
 
 from moonrelay.transfer.shm import sweep_orphans
@@ -47,9 +46,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 #: An engine's start takes a minute on an idle machine, and several on a busy one.
 START_S = 600.0
 DIES_IN_S = 60.0
+#: As `SIZES` has it, in OpenAI's words.
 ASKED: dict[str, Any] = {"seed": 3, "size": "64x64", "num_inference_steps": 4}
-GUIDED = {"prompt": "a fox in the snow", "negative_prompt": "blurry"}
-PLAIN = {"prompt": "a lighthouse at night"}
+GUIDED, PLAIN = PROMPTS["guided"], PROMPTS["plain"]
 #: Long enough to be met under way, also on a busy machine: the host ends no denoising that has begun.
 LONG = {"prompt": "a fox", "seed": 3, "size": "128x128", "num_inference_steps": 200}
 
@@ -161,15 +160,12 @@ Serve = Callable[..., Server]
 
 
 @pytest.fixture(scope="module")
-def serve(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+def serve(place: Path, tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """Starts servers of a family's tiny model; they are killed at the end where they live."""
-    if not installed():
-        pytest.fail("the host has no CPU platform here; run `python -m cpu_platform.install`, as nox -s vllm_omni does")
     folder = tmp_path_factory.mktemp("serve")
     started: list[Server] = []
 
     def start(family: str, **options: Any) -> Server:
-        model = tiny(folder, family)
         deploy: dict[str, Any] = yaml.safe_load((EXAMPLES / f"{family}_three_stages.yaml").read_text())
         segments = place / family / "segments"
         segments.mkdir(parents=True, mode=0o700)
@@ -182,7 +178,7 @@ def serve(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         )
         file = folder / f"{family}.yaml"
         file.write_text(yaml.safe_dump(on_a_cpu(deploy)))
-        server = Server(model, file, folder / f"{family}.log", **options)
+        server = Server(tiny(family), file, folder / f"{family}.log", **options)
         started.append(server)
         return server
 
@@ -191,32 +187,10 @@ def serve(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         server.kill()
 
 
-def tiny(folder: Path, family: str) -> Path:
-    """Return a tiny model of a family, made at the first call."""
-    model = folder / family
-    if not model.exists():
-        build = f"import sys; from moonrelay_diffusers import tiny; tiny.build_{family}(sys.argv[1])"
-        subprocess.run([sys.executable, "-c", build, str(model)], timeout=300, check=True)
-    return model
-
-
 @pytest.fixture(scope="module")
-def undivided(serve: Serve, server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def painted(server: Server, undivided: Callable[[str], dict[str, dict[str, Any]]]) -> dict[str, str]:
     """What the host's own pipeline paints in one stage, without HTTP; it starts while the server does."""
-    folder = tmp_path_factory.mktemp("undivided")
-    file = folder / "deploy.yaml"
-    stage = {"stage_id": 0, "devices": "0", "max_num_seqs": 1}
-    deploy = {"pipeline": "moonrelay_test_qwen_image", "async_chunk": False, "stages": [stage]}
-    file.write_text(yaml.safe_dump(on_a_cpu(deploy)))
-    engine = Engine(tiny(folder, "qwen_image"), file, folder / "log")
-    try:
-        params = {"seed": 3, "height": 64, "width": 64, "num_inference_steps": 4}
-        return {
-            name: engine.do("paint", prompt=prompt, **params)["sha256"]
-            for name, prompt in (("guided", GUIDED), ("plain", PLAIN))
-        }
-    finally:
-        engine.end()
+    return {name: one["sha256"] for name, one in undivided("qwen_image").items()}
 
 
 @pytest.fixture(scope="module")
@@ -241,9 +215,9 @@ def test_while_it_starts_it_says_so(server: Server) -> None:
     assert int(headers["Retry-After"]) >= 1
 
 
-def test_two_clients_get_what_one_process_paints(server: Server, undivided: dict[str, str]) -> None:
+def test_two_clients_get_what_one_process_paints(server: Server, painted: dict[str, str]) -> None:
     server.ready()
-    assert len(set(undivided.values())) == 2
+    assert painted["guided"] != painted["plain"]
     assert len(server.stages()) == 3
     more = {name: ASKED[name] for name in ("seed", "num_inference_steps")}
 
@@ -256,21 +230,21 @@ def test_two_clients_get_what_one_process_paints(server: Server, undivided: dict
     with ThreadPoolExecutor(2) as pool:
         for _ in range(3):
             guided, plain = pool.map(ask, (GUIDED, PLAIN))
-            assert guided == [undivided["guided"]]
-            assert plain == [undivided["plain"]]
+            assert guided == [painted["guided"]]
+            assert plain == [painted["plain"]]
 
 
-def test_several_images_differ_by_their_seeds(server: Server, undivided: dict[str, str]) -> None:
+def test_several_images_differ_by_their_seeds(server: Server, painted: dict[str, str]) -> None:
     server.ready()
     status, _, body = server.images(**PLAIN, **ASKED, n=3)
     assert status == 200
     assert [item["seed"] for item in body["data"]] == [3, 4, 5]
     digests = [pixels(item) for item in body["data"]]
     assert len(set(digests)) == 3
-    assert digests[0] == undivided["plain"]
+    assert digests[0] == painted["plain"]
 
 
-def test_what_cannot_be_done_is_refused_and_harms_nothing(server: Server, undivided: dict[str, str]) -> None:
+def test_what_cannot_be_done_is_refused_and_harms_nothing(server: Server, painted: dict[str, str]) -> None:
     server.ready()
     for body, status, param in (
         ({**PLAIN, "size": "63x64"}, 400, "size"),
@@ -285,10 +259,10 @@ def test_what_cannot_be_done_is_refused_and_harms_nothing(server: Server, undivi
     assert server.ask("POST", "/v1/videos", PLAIN)[2]["error"]["message"].endswith("use /v1/images/generations")
     status, _, body = server.images(**PLAIN, **ASKED)
     assert status == 200
-    assert pixels(body["data"][0]) == undivided["plain"]
+    assert pixels(body["data"][0]) == painted["plain"]
 
 
-def test_a_client_that_goes_away_harms_nothing(server: Server, undivided: dict[str, str]) -> None:
+def test_a_client_that_goes_away_harms_nothing(server: Server, painted: dict[str, str]) -> None:
     server.ready()
     body = json.dumps(LONG).encode()
     head = f"POST /v1/images/generations HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -299,11 +273,11 @@ def test_a_client_that_goes_away_harms_nothing(server: Server, undivided: dict[s
     assert b'status="499"' in server.ask("GET", "/metrics")[2]
     status, _, answer = server.images(**PLAIN, **ASKED)
     assert status == 200
-    assert pixels(answer["data"][0]) == undivided["plain"]
+    assert pixels(answer["data"][0]) == painted["plain"]
 
 
 def test_a_killed_decode_stage_fails_in_time_and_the_next_request_works(
-    server: Server, undivided: dict[str, str], place: Path
+    server: Server, painted: dict[str, str], place: Path
 ) -> None:
     server.ready()
     before = server.stages()
@@ -325,7 +299,7 @@ def test_a_killed_decode_stage_fails_in_time_and_the_next_request_works(
     server.ready()
     status, _, body = server.images(**PLAIN, **ASKED)
     assert status == 200
-    assert pixels(body["data"][0]) == undivided["plain"]
+    assert pixels(body["data"][0]) == painted["plain"]
     assert server.ask("GET", "/health")[2]["restarts"] == 1
     after = server.stages()
     assert len(after) == 3

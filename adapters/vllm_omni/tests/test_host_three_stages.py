@@ -9,8 +9,6 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,24 +17,13 @@ from typing import Any
 
 import pytest
 import yaml
-from cpu_platform.install import installed
-from omni_engine import Engine, EngineFailed, on_a_cpu
+from omni_engine import PROMPTS, SIZES, Engine, EngineFailed, on_a_cpu
 
 from moonrelay.transfer.shm import sweep_orphans
 
 pytestmark = [pytest.mark.vllm_omni, pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(900)]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-SIZES: dict[str, dict[str, int]] = {
-    "qwen_image": {"seed": 3, "height": 64, "width": 64, "num_inference_steps": 4},
-    "wan": {"seed": 3, "height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 3},
-}
-#: With and without a negative prompt, and as bare text, for which the host by itself would not look for a payload.
-PROMPTS: dict[str, Any] = {
-    "guided": {"prompt": "a fox in the snow", "negative_prompt": "blurry"},
-    "plain": {"prompt": "a fox in the snow"},
-    "text": "a lighthouse at night",
-}
 DIES_IN_S = 60.0
 
 Start = Callable[[str, dict[str, Any]], Engine]
@@ -53,44 +40,21 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def start(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Starts engines with tiny models of a family; they are ended at the end."""
-    if not installed():
-        pytest.fail("the host has no CPU platform here; run `python -m cpu_platform.install`, as nox -s vllm_omni does")
     folder = tmp_path_factory.mktemp("omni")
     started: list[Engine] = []
 
     def start_one(family: str, deploy: dict[str, Any]) -> Engine:
-        model = folder / family
-        if not model.exists():
-            build = f"import sys; from moonrelay_diffusers import tiny; tiny.build_{family}(sys.argv[1])"
-            subprocess.run([sys.executable, "-c", build, str(model)], timeout=300, check=True)
         file = folder / f"deploy{len(started)}.yaml"
         file.write_text(yaml.safe_dump(on_a_cpu(deploy)))
-        engine = Engine(model, file, folder / f"log{len(started)}")
+        engine = Engine(tiny(family), file, folder / f"log{len(started)}")
         started.append(engine)
         return engine
 
     yield start_one
     for engine in started:
         engine.end()
-
-
-@pytest.fixture(scope="module")
-def undivided(start: Start) -> Undivided:
-    """What the host's own pipeline of a family paints, in one stage."""
-    seen: dict[str, dict[str, dict[str, Any]]] = {}
-
-    def of(family: str) -> dict[str, dict[str, Any]]:
-        if family not in seen:
-            stage = {"stage_id": 0, "devices": "0", "max_num_seqs": 1}
-            pipeline = f"moonrelay_test_{family}"
-            engine = start(family, {"pipeline": pipeline, "async_chunk": False, "stages": [stage]})
-            seen[family] = {name: engine.do("paint", prompt=one, **SIZES[family]) for name, one in PROMPTS.items()}
-            engine.end()
-        return seen[family]
-
-    return of
 
 
 def example(name: str, place: Path) -> dict[str, Any]:
