@@ -214,7 +214,7 @@ def host_session(
     target = name.replace("_", "-")
     report = REPORTS / f"adapter-{target}.json"
     report.unlink(missing_ok=True)
-    tests = ("-m", name, f"adapters/{name}/tests", *pytest_options, *session.posargs)
+    tests = ("-m", name, "--durations", "15", f"adapters/{name}/tests", *pytest_options, *session.posargs)
     for part, command in {
         "tests": ("python", "-m", "pytest", *tests),
         "conformance": ("moonrelay", "conformance", target, "--jobs", "2", "--json", str(report)),
