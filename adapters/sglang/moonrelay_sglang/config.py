@@ -112,7 +112,7 @@ class SglangConfig:
     spill_after_s: float = 5.0
     drain_timeout_s: float = 0.5
     integrity: str = "auto"
-    auth_key: str | None = None
+    auth_key: str | None = field(default=None, repr=False)
     slots: int = OTHER_SLOTS
     stage_timeout_s: float = 30.0
     fetch_timeout_s: float = 60.0
@@ -255,6 +255,10 @@ def _from_variable() -> Mapping[str, Any]:
         return {}
     where = f"MOONRELAY_{VARIABLE}"
     if not text.lstrip().startswith("{"):
+        if '"' in text:
+            # Not repeated: there may be a secret in it.
+            message = f"{where} is neither a JSON object nor the path of a file that holds one; write {{...}}"
+            raise ConfigError(message, field=VARIABLE)
         where = f"{where}={text}"
         try:
             text = Path(text).read_text("utf-8")
@@ -283,7 +287,8 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(message, field=name)
         wanted = _OWN.get(name)
         if wanted is not None and (not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted)):
-            message = f"{name}={value!r} must be {' or '.join(kind.__name__ for kind in wanted)}"
+            said = f"{name}, a secret," if name == "auth_key" else f"{name}={value!r}"
+            message = f"{said} must be {' or '.join(kind.__name__ for kind in wanted)}"
             raise ConfigError(message, field=name)
         found[name] = value
     return found

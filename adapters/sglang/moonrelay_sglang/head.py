@@ -167,6 +167,8 @@ class Head:
         self._work: dict[str, bytes] = {}
         # Endpoints whose registration was refused, each with the reason.
         self._refused: dict[str, str] = {}
+        # By instance, the session of an earlier process that was heard after its successor.
+        self._rivals: dict[tuple[str, int], str] = {}
         # By instance, each with the session that made it.
         self._reports: dict[tuple[str, int], tuple[str, Mapping[str, Any]]] = {}
         # The scheduler has no lock; displays are asked for from the HTTP thread.
@@ -183,13 +185,17 @@ class Head:
         if len(parts) < 3:
             return
         asked = host_server.unpacked(parts[-1])
-        if type(asked).__name__ == "GetDisaggStatsReq":
-            self._answer(frontend, parts[0], output=self._server.get_stats())
-            return
         try:
+            if type(asked).__name__ == "GetDisaggStatsReq":
+                self._answer(frontend, parts[0], output=self._server.get_stats())
+                return
             options, payload = _options(asked, parts[-1])
         except ConfigError as exc:
             self._answer(frontend, parts[0], error=str(exc))
+            return
+        except Exception as exc:
+            logger.exception("a client's message could not be dealt with")
+            self._answer(frontend, parts[0], error=f"the head cannot deal with this message: {exc}")
             return
         original(self._server, _Peeked(frontend, [*parts[:-1], payload]))
         for request_id, work in self._host.take_accepted():
@@ -231,6 +237,9 @@ class Head:
                 self._result(frames, role)
         except MoonrelayError as exc:
             logger.warning("a message of a %s is not understood and dropped: %s", role.value, exc)
+        except Exception:
+            # The host's loop ends with what is raised in it, and with the loop every request.
+            logger.exception("a message of a %s could not be dealt with", role.value)
 
     def _message(self, message: object, role: Any) -> None:
         match message:
@@ -262,10 +271,20 @@ class Head:
             return
         stage, index = place
         with self._lock:
-            self._refused.pop(message.work_endpoint, None)
-            self._scheduler.register(
+            told = self._scheduler.register(
                 stage, index, epoch=ours.epoch, slots=ours.slots, labels=ours.labels, name=ours.instance
             )
+            if told:
+                self._refused.pop(message.work_endpoint, None)
+        if not told:
+            known, self._rivals[stage, index] = self._rivals.get((stage, index)), ours.epoch
+            if known != ours.epoch:  # it comes again with every beat
+                logger.warning(
+                    "an earlier process of %s at %s still speaks and is ignored; where it goes on, two have that URL",
+                    message.role,
+                    message.work_endpoint,
+                )
+            return
         self._host.note_peer(
             self._names[stage],
             index,
@@ -283,13 +302,18 @@ class Head:
         if place is None:
             return
         stage, index = place
+        with self._lock:
+            if self._scheduler.index_of(stage, message.epoch) != index:
+                return  # refused, or another process answers there now
         report = {
             "in_use": msgspec.to_builtins(message.in_use),
             "counters": msgspec.to_builtins(message.counters),
         }
         with self._lock:
             self._reports[stage, index] = (message.epoch, report)
-            actions = self._scheduler.beat(stage, index, epoch=message.epoch, holding=message.holding)
+            actions = self._scheduler.beat(
+                stage, index, epoch=message.epoch, holding=message.holding, offered=message.offered
+            )
         self._carry_out(actions)
 
     def _place(self, role: str, endpoint: str) -> tuple[str, int] | None:
@@ -329,6 +353,9 @@ class Head:
 
     def _follows(self, role: Any, scalar_fields: Mapping[str, Any]) -> Any:
         """Return which role comes after this one; a prompt without an image needs no image encoder."""
+        if role == self._roles[-1]:
+            message = f"{role.value} says that it made input for another role; it is the last one"
+            raise WireError(message, field="role")
         following = self._roles[self._roles.index(role) + 1]
         if following.value == "image_encoder" and not scalar_fields.get("image_path"):
             following = self._roles[self._roles.index(following) + 1]
@@ -372,20 +399,33 @@ class Head:
 
     def turn(self) -> None:
         """Do what is due."""
-        with self._lock:
-            actions = self._scheduler.poll()
+        try:
+            with self._lock:
+                actions = self._scheduler.poll()
+        except Exception:
+            logger.exception("the scheduler could not do what is due")
+            return
         self._carry_out(actions)
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
-            match action:
-                case Dispatch():
-                    self._dispatch(action)
-                case Release():
-                    self._release(action)
-                case Failed():
-                    self._work.pop(action.request_id, None)
-                    self._host.fail(action.request_id, action.error)
+            try:
+                self._do(action)
+            except Exception as exc:
+                logger.exception("%s could not be carried out", type(action).__name__)
+                if isinstance(action, Dispatch):
+                    error = MoonrelayError(f"the head cannot hand it to a {action.stage}: {exc}")
+                    self._fail(action.request_id, action.attempt, error)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Dispatch():
+                self._dispatch(action)
+            case Release():
+                self._release(action)
+            case Failed():
+                self._work.pop(action.request_id, None)
+                self._host.fail(action.request_id, action.error)
 
     def _dispatch(self, action: Dispatch) -> None:
         role = self._names[action.stage]

@@ -370,10 +370,19 @@ class PayloadManager:
             taken.claim.nack()
             raise
 
-    def give_back(self, request_id: str) -> None:
-        """Give back what was taken over for a request: another instance may take it at once. Idempotent."""
+    def give_back(self, request_id: str, claim: PayloadClaim | None = None) -> None:
+        """Give back what was taken over for a request: another instance may take it at once. Idempotent.
+
+        Args:
+            request_id: The request.
+            claim: Only by this claim; what a later attempt took over stays.
+        """
         with self._lock:
-            taken = self._taken.pop(request_id, None)
+            taken = self._taken.get(request_id)
+            if taken is not None and claim is not None and taken.claim is not claim:
+                taken = None
+            if taken is not None:
+                del self._taken[request_id]
         if taken is not None:
             taken.claim.nack()
 
@@ -400,6 +409,11 @@ class PayloadManager:
             return False
         gc.collect()
         return True
+
+    def offered(self) -> tuple[tuple[str, int], ...]:
+        """Return the requests whose results are kept here, each with the attempt that made it."""
+        with self._lock:
+            return tuple((name, staged.handle.attempt) for name, staged in self._offered.items())
 
     def in_use(self) -> protocol.InUse:
         """Return what is held for payloads now; all zero when nothing is under way."""

@@ -206,6 +206,7 @@ class Beat(Struct, frozen=True, kw_only=True, tag_field="msg_type", tag=BEAT):
         epoch: Its session.
         registration: Its REGISTER, for a head that was not there when it was sent.
         holding: Request ids, each with its attempt, that it accepted and has not finished.
+        offered: Request ids, each with its attempt, whose results it keeps.
         in_use: What it holds for payloads.
         counters: What it did.
     """
@@ -216,6 +217,7 @@ class Beat(Struct, frozen=True, kw_only=True, tag_field="msg_type", tag=BEAT):
     epoch: Name
     registration: Register
     holding: tuple[tuple[Name, Count], ...] = ()
+    offered: tuple[tuple[Name, Count], ...] = ()
     in_use: InUse = InUse()
     counters: Counters = Counters()
 
@@ -353,7 +355,7 @@ def parse_any(message: Mapping[str, Any]) -> ToHead | ToWorker | None:
 
     Raises: as `parse`.
     """
-    kind = _NAMES.get(message.get("msg_type", ""))
+    kind = _NAMES.get(_text(message.get("msg_type")) or "")
     return None if kind is None else parse(message, kind)
 
 

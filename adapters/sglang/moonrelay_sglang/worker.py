@@ -172,6 +172,7 @@ class RoleWorker:
             epoch=self.epoch,
             registration=self.registration(),
             holding=holding,
+            offered=self.manager.offered(),
             in_use=self.manager.in_use(),
             counters=protocol.Counters(delivered=counters.delivered, failed=failed, bytes=counters.bytes),
         )
@@ -433,6 +434,9 @@ class RoleWorker:
     def _load(self, ready: protocol.Ready, held: Held, build: Build, device: Any, stream: Any) -> None:
         """Take one payload over and give it to the host's loop (in a thread of the pool)."""
         request_id = ready.request_id
+        if held.released:
+            self._leave(request_id, held, None)
+            return
         try:
             loaded = self.manager.load(request_id, ready.manifest, device=device, stream=stream)
             entry = build({**ready.scalar_fields, **loaded.values}, loaded, held)
@@ -441,6 +445,8 @@ class RoleWorker:
             self._leave(request_id, held, exc)
             return
         if held.released:
+            # Where a later attempt has come meanwhile, it waits for this very payload.
+            self.manager.give_back(request_id, loaded.claim)
             self._leave(request_id, held, None)
             return
         held.phase = "compute"

@@ -147,3 +147,16 @@ def test_which_backend_is_ours() -> None:
     assert config.is_chosen(flags())
     assert not config.is_chosen(flags(disagg_transfer_backend="mooncake"))
     assert not config.is_chosen(object())
+
+
+@pytest.mark.parametrize("text", ['["auth_key", "hush"]', '"auth_key": "hush"', '{"auth_key": ["hush"]}'])
+def test_a_secret_is_in_no_refusal(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONRELAY_SGLANG", text)
+    with pytest.raises(ConfigError) as refused:
+        config.from_server_args(SimpleNamespace(disagg_role="encoder"))
+    assert "hush" not in str(refused.value)
+    assert "hush" not in str(refused.value.context)
+
+
+def test_a_secret_is_in_no_display() -> None:
+    assert "hush" not in repr(config.from_server_args(SimpleNamespace(disagg_role="encoder"), {"auth_key": "hush"}))

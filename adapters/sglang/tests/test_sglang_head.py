@@ -397,6 +397,16 @@ def test_a_stock_role_is_refused_and_said_so() -> None:
 def test_damaged_messages_end_nothing(deployment: Deployment) -> None:
     for frames in ([b"__transfer__", b"{"], [b"__transfer__", b'{"msg_type":"transfer_staged"}'], [b"\xff\x00"], [b""]):
         deployment.encoder.results.send_multipart(frames)
+    for kind in ([], {}, None, 7):
+        deployment.encoder.results.send_multipart(protocol.encode({"msg_type": kind}))
+    for scalars in ([], "text", None):
+        first = msgspec.json.encode({"tensor_descriptors": [], "scalar_fields": scalars})
+        deployment.encoder.results.send_multipart([first])
+    # One that the last role cannot mean.
+    manifest = protocol.manifest_of(b"x", epoch="decoder-one", nbytes=4, attempt=1)
+    stamp = Stamp(version=protocol.VERSION, epoch="decoder-one", attempt=1)
+    done = protocol.Done(request_id="r", staged_for_decoder=True, manifest=manifest, moonrelay=stamp)
+    deployment.decoder.results.send_multipart(protocol.encode(done))
     client = deployment.ask(request("r"))
     _, attempt, _ = deployment.encoder.take()
     deployment.encoder.fail("r", attempt, ValueError("stop here"))
@@ -425,3 +435,31 @@ def test_health_tells_which_role_is_missing() -> None:
             for worker in deployment.workers():
                 worker.begin() if worker in (deployment.other, deployment.decoder) else worker.beat()
             deployment.until(lambda: client.get("/health").status_code == 200)
+
+
+def test_what_a_head_before_left_with_a_role_is_released(deployment: Deployment) -> None:
+    encoder = deployment.encoder
+    beat = protocol.Beat(
+        moonrelay=protocol.VERSION,
+        role=encoder.role,
+        work_endpoint=encoder.endpoint,
+        epoch=encoder.epoch,
+        registration=encoder.registration(),
+        offered=(("of another head", 3),),
+    )
+    encoder.results.send_multipart(protocol.encode(beat))
+    released = encoder.released()
+    assert (released.request_id, released.attempt) == ("of another head", 3)
+
+
+def test_the_head_outlives_what_it_cannot_do(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moonrelay_sglang.host_server import HostServer
+
+    def fails(*_args: Any) -> None:
+        raise KeyError("no such thing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostServer, "dispatched", fails)
+        answer = deployment.answer(deployment.ask(request("r")))
+    assert "no such thing" in answer.error
+    assert deployment.server.is_alive

@@ -407,3 +407,38 @@ def test_it_ends_while_it_takes_work_over(make: Make) -> None:
         for thread in threading.enumerate()
         if thread.name.startswith("moonrelay-beat") and thread in role.worker._threads
     ]
+
+
+def test_a_sign_of_life_names_what_is_offered(make: Make) -> None:
+    role = make("encoder")
+    offer(role)
+    assert len(role.worker.beat().offered) == 1
+    assert protocol.parse_any(protocol.decode(protocol.encode(role.worker.beat()))) == role.worker.beat()
+
+
+def test_a_later_attempt_need_not_wait_for_one_that_was_still_loading(make: Make) -> None:
+    sender, role = make("encoder"), make("denoiser", fetch_timeout_s=8.0)
+    manifest = offer(sender)
+    loading, go_on = threading.Event(), threading.Event()
+    load = role.manager.load
+
+    def slow(*args: Any, **kwargs: Any) -> Loaded:
+        loaded = load(*args, **kwargs)
+        if not loading.is_set():
+            loading.set()
+            assert go_on.wait(WITHIN_S)
+        return loaded
+
+    role.manager.load = slow  # type: ignore[method-assign]
+    role.ready("r", manifest, 1)
+    assert loading.wait(WITHIN_S)
+    with role.manager._lock:
+        taken = role.manager._taken.pop("r")  # as if it had not landed yet when the second attempt comes
+    role.ready("r", manifest, 2)
+    assert until(lambda: role.holding() == (("r", 2),))
+    with role.manager._lock:
+        role.manager._taken["r"] = taken
+    go_on.set()
+    _, loaded, held = role.next()
+    assert held.attempt == 2
+    assert loaded.claim is not taken.claim
