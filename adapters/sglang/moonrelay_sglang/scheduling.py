@@ -8,9 +8,7 @@ and who holds them, signs of life, and the order in which instances are asked.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from moonrelay.clock import Clock, SystemClock
@@ -18,8 +16,8 @@ from moonrelay.errors import Cancelled, ConfigError, DeadlineExceeded, LeaseLost
 from moonrelay.queueing import Pipeline, StageQueue, StageSpec, StageTask
 from moonrelay.queueing.job import Job
 from moonrelay.queueing.task import Priority
-from moonrelay.queueing.worker import Worker
 from moonrelay_sglang.actions import Action, Dispatch, Failed, Limits, Release, StageInput
+from moonrelay_sglang.records import Instance, Request, Running
 
 #: Names of the dispatch policies: the host's two, and ours, each of which adds to the one before.
 POLICIES: Final = ("round_robin", "max_free_slots", "credits", "priority", "affinity")
@@ -29,60 +27,11 @@ _UNHELD_BEATS: Final = 2
 _KEEP_EVENTS: Final = 2_000
 _MAX_DEPTH: Final = 10_000
 _KEEP_ENDED: Final = _MAX_DEPTH
-#: How many earlier processes of an endpoint are remembered, so that none of them takes its place back.
-_KEEP_EPOCHS: Final = 16
 
 #: Raised by a job whose claim is over: what came belongs to an earlier delivery.
 _OVER: Final = (LeaseLost, Cancelled, DeadlineExceeded)
 #: How the queue ends a request by itself.
 _ENDS: Final = frozenset({"failed", "dead"})
-
-
-@dataclass(slots=True, kw_only=True)
-class _Instance:
-    """One endpoint of a stage, and the process that answers there now."""
-
-    stage: str
-    index: int
-    endpoint: str
-    epoch: str = ""
-    name: str = ""
-    slots: int = 0
-    buffers: int | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
-    heard_at_s: float | None = None
-    worker: Worker | None = None
-    deaths: int = 0
-    #: Processes that another one followed.
-    past: deque[str] = field(default_factory=lambda: deque(maxlen=_KEEP_EPOCHS))
-
-    def __str__(self) -> str:
-        return f"{self.stage}[{self.index}] at {self.endpoint}"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Running:
-    """A delivery under way."""
-
-    job: Job
-    instance: _Instance
-    epoch: str
-    given_at_s: float
-    unheld: int = 0
-
-    @property
-    def attempt(self) -> int:
-        return self.job.token
-
-
-@dataclass(slots=True, kw_only=True)
-class _Request:
-    """What the queue does not keep of a request."""
-
-    #: By stage: what it is to be given.
-    inputs: dict[str, StageInput] = field(default_factory=dict)
-    #: Every delivery whose result may still be held somewhere.
-    made: list[Release] = field(default_factory=list)
 
 
 class HeadScheduler:
@@ -126,9 +75,7 @@ class HeadScheduler:
         self._clock = clock or SystemClock()
         self._started_at_s = self._clock.monotonic()
         self._instances = {
-            stage: [
-                _Instance(stage=stage, index=number, endpoint=endpoint) for number, endpoint in enumerate(endpoints)
-            ]
+            stage: [Instance(stage=stage, index=number, endpoint=endpoint) for number, endpoint in enumerate(endpoints)]
             for stage, endpoints in pools.items()
         }
         self._credits = POLICIES.index(policy) >= POLICIES.index("credits")
@@ -147,8 +94,8 @@ class HeadScheduler:
                 "keep_events": _KEEP_EVENTS,
             },
         )
-        self._requests: dict[str, _Request] = {}
-        self._running: dict[str, _Running] = {}
+        self._requests: dict[str, Request] = {}
+        self._running: dict[str, Running] = {}
         self._next = dict.fromkeys(pools, 0)
         self._last_event = 0
         self._looked_at_s = self._started_at_s
@@ -275,7 +222,7 @@ class HeadScheduler:
                 affinity=affinity if level >= POLICIES.index("affinity") else None,
             )
         )
-        self._requests[request_id] = _Request()
+        self._requests[request_id] = Request()
 
     def staged(
         self,
@@ -469,18 +416,18 @@ class HeadScheduler:
             ]
         )
 
-    def _instance(self, stage: str, index: int) -> _Instance:
+    def _instance(self, stage: str, index: int) -> Instance:
         instances = self._instances.get(stage, [])
         if not 0 <= index < len(instances):
             message = f"{stage}[{index}] is not of this deployment; it has {', '.join(self.stages)}"
             raise ConfigError(message, field="stage")
         return instances[index]
 
-    def _all(self) -> Iterator[_Instance]:
+    def _all(self) -> Iterator[Instance]:
         for instances in self._instances.values():
             yield from instances
 
-    def _lives(self, instance: _Instance) -> bool:
+    def _lives(self, instance: Instance) -> bool:
         heard_at_s = instance.heard_at_s
         return (
             instance.worker is not None
@@ -488,24 +435,24 @@ class HeadScheduler:
             and self._clock.monotonic() - heard_at_s < self._limits.dead_after_s
         )
 
-    def _busy(self, instance: _Instance) -> int:
+    def _busy(self, instance: Instance) -> int:
         return sum(1 for running in self._running.values() if running.instance is instance)
 
-    def _age_s(self, running: _Running) -> float:
+    def _age_s(self, running: Running) -> float:
         return self._clock.monotonic() - running.given_at_s
 
     def _is_running(self, request_id: str, attempt: int) -> bool:
         running = self._running.get(request_id)
         return running is not None and running.attempt == attempt
 
-    def _is_made(self, instance: _Instance, request_id: str, attempt: int) -> bool:
+    def _is_made(self, instance: Instance, request_id: str, attempt: int) -> bool:
         request = self._requests.get(request_id)
         return request is not None and any(
             (one.stage, one.index, one.attempt) == (instance.stage, instance.index, attempt) for one in request.made
         )
 
     @staticmethod
-    def _release_of(running: _Running) -> Release:
+    def _release_of(running: Running) -> Release:
         return Release(
             stage=running.instance.stage,
             index=running.instance.index,
@@ -513,7 +460,7 @@ class HeadScheduler:
             attempt=running.attempt,
         )
 
-    def _lay_off(self, instance: _Instance, why: str) -> None:
+    def _lay_off(self, instance: Instance, why: str) -> None:
         """Take an instance out of its pool, and its work from it."""
         worker, instance.worker = instance.worker, None
         for running in [run for run in self._running.values() if run.instance is instance]:
@@ -521,7 +468,7 @@ class HeadScheduler:
         if worker is not None:
             worker.close()
 
-    def _give_up(self, running: _Running, error: MoonrelayError) -> None:
+    def _give_up(self, running: Running, error: MoonrelayError) -> None:
         """Deliver again what an instance will not finish."""
         self._running.pop(running.job.request_id, None)
         # Whatever it makes of it after all is to be dropped there, when the request ends at the latest.
@@ -586,7 +533,7 @@ class HeadScheduler:
             return Failed(request_id=request_id, error=text, code=exc.code)
         return Failed(request_id=request_id, error="the request ended without a result", code=MoonrelayError.code)
 
-    def _forget(self, request_id: str, running: _Running | None) -> list[Action]:
+    def _forget(self, request_id: str, running: Running | None) -> list[Action]:
         """Drop an ended request, and have everybody drop what he holds of it."""
         request = self._requests.pop(request_id, None)
         made = [] if request is None else list(request.made)
@@ -608,18 +555,18 @@ class HeadScheduler:
                     break  # the order may be another one now
         return actions
 
-    def _in_order(self, stage: str) -> list[_Instance]:
+    def _in_order(self, stage: str) -> list[Instance]:
         """Return the living instances with a free slot, in the order in which they are asked."""
         instances = self._instances[stage]
         start = self._next[stage]
         turned = instances[start:] + instances[:start]
-        free: Callable[[_Instance], int] = lambda one: one.slots - self._busy(one)  # noqa: E731
+        free: Callable[[Instance], int] = lambda one: one.slots - self._busy(one)  # noqa: E731
         able = [one for one in turned if self._lives(one) and free(one) > 0]
         return able if self.policy == "round_robin" else sorted(able, key=free, reverse=True)
 
-    def _dispatch(self, instance: _Instance, job: Job) -> Dispatch:
+    def _dispatch(self, instance: Instance, job: Job) -> Dispatch:
         self._next[instance.stage] = (instance.index + 1) % len(self._instances[instance.stage])
-        self._running[job.request_id] = _Running(
+        self._running[job.request_id] = Running(
             job=job, instance=instance, epoch=instance.epoch, given_at_s=self._clock.monotonic()
         )
         return Dispatch(
