@@ -308,7 +308,8 @@ def rare_collections() -> Iterator[None]:
 
 @pytest.mark.usefixtures("rare_collections")
 def test_garbage_is_no_reason_to_take_nothing_over(make: Make) -> None:
-    sender, role = make("encoder"), make("denoiser")
+    # Collecting all garbage of a test run stops every thread for a while, renewals of claims among them.
+    sender, role = make("encoder", claim_ttl_s=30.0), make("denoiser", claim_ttl_s=30.0)
     left_in_a_cycle(role, sender)
     later = stage(sender, {"latents": torch.ones(2 << 20, dtype=torch.uint8)}, "later")
     assert role.load("later", told(later)).tensors["latents"].sum() == 2 << 20
