@@ -254,7 +254,10 @@ class Head:
                 self._fail(request_id, self._attempt(stamp, request_id, role), MoonrelayError(str(error)))
             case protocol.Failed():
                 self._fail(message.request_id, message.attempt, message.error.error(), lost_input=message.lost_input)
-            case _:  # FINISHED, whose result came before it; what a stock role sends for its slots
+            case protocol.Finished():
+                with self._lock:
+                    self._scheduler.sent(message.request_id, message.attempt)
+            case _:  # what a stock role sends for its slots
                 pass
 
     def _register(self, message: protocol.Register) -> None:

@@ -28,7 +28,6 @@ class Instance:
     epoch: str = ""
     name: str = ""
     slots: int = 0
-    buffers: int | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     heard_at_s: float | None = None
     worker: Worker | None = None
@@ -46,9 +45,10 @@ class Running:
 
     job: Job
     instance: Instance
-    epoch: str
     given_at_s: float
     unheld: int = 0
+    #: When its result was said to be on its way.
+    sent_at_s: float | None = None
 
     @property
     def attempt(self) -> int:

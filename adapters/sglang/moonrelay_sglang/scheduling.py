@@ -17,12 +17,15 @@ from moonrelay.queueing import Pipeline, StageQueue, StageSpec, StageTask
 from moonrelay.queueing.job import Job
 from moonrelay.queueing.task import Priority
 from moonrelay_sglang.actions import Action, Dispatch, Failed, Limits, Release, StageInput
+from moonrelay_sglang.config import OUR_POLICIES, STOCK_POLICIES
 from moonrelay_sglang.records import Instance, Request, Running
 
 #: Names of the dispatch policies: the host's two, and ours, each of which adds to the one before.
-POLICIES: Final = ("round_robin", "max_free_slots", "credits", "priority", "affinity")
+POLICIES: Final = (*STOCK_POLICIES, *OUR_POLICIES)
 #: How often in a row an instance must not name a job before it counts as lost on its way there.
 _UNHELD_BEATS: Final = 2
+#: How long a result may be on its way after its instance has said that it sent it, in seconds: frames are large.
+_RESULT_S: Final = 120.0
 #: Bounds of the queue. Ended requests are forgotten here as soon as their end is seen, and all may end at once.
 _KEEP_EVENTS: Final = 2_000
 _MAX_DEPTH: Final = 10_000
@@ -149,7 +152,7 @@ class HeadScheduler:
             stage, slots=slots, buffers=buffers, affinity=labels, worker_id=f"{stage}[{index}]", heartbeat=False
         )
         instance.worker = worker
-        instance.epoch, instance.slots, instance.buffers = epoch, slots, buffers
+        instance.epoch, instance.slots = epoch, slots
         instance.labels, instance.name = dict(labels or {}), name
         instance.heard_at_s = self._clock.monotonic()
         return True
@@ -185,7 +188,11 @@ class HeadScheduler:
             if (running.job.request_id, running.attempt) in held:
                 running.unheld = 0
                 continue
-            # A result may be on its way by another road; a second beat without it settles that.
+            if running.sent_at_s is not None:
+                if self._clock.monotonic() - running.sent_at_s > _RESULT_S:
+                    self._give_up(running, PeerLost(f"the result that {instance} sent never came"))
+                continue
+            # A word of its end may be on its way by another road; a second beat without it settles that.
             running.unheld += 1
             if running.unheld > _UNHELD_BEATS and self._age_s(running) > self._limits.dead_after_s:
                 self._give_up(running, PeerLost(f"the work never came to {instance}"))
@@ -291,6 +298,12 @@ class HeadScheduler:
             pass  # ended meanwhile
         # It may still hold what it read.
         return [self._release_of(running)]
+
+    def sent(self, request_id: str, attempt: int) -> None:
+        """Note that an instance has sent a request's result, which may take longer than its signs of life."""
+        running = self._running.get(request_id)
+        if running is not None and running.attempt == attempt:
+            running.sent_at_s = self._clock.monotonic()
 
     def index_of(self, stage: str, epoch: str) -> int | None:
         """Return the place of a process among its stage's endpoints; ``None`` once another one answers there."""
@@ -566,9 +579,7 @@ class HeadScheduler:
 
     def _dispatch(self, instance: Instance, job: Job) -> Dispatch:
         self._next[instance.stage] = (instance.index + 1) % len(self._instances[instance.stage])
-        self._running[job.request_id] = Running(
-            job=job, instance=instance, epoch=instance.epoch, given_at_s=self._clock.monotonic()
-        )
+        self._running[job.request_id] = Running(job=job, instance=instance, given_at_s=self._clock.monotonic())
         return Dispatch(
             stage=instance.stage,
             index=instance.index,

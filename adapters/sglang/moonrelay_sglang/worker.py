@@ -107,6 +107,7 @@ class RoleWorker:
         self._ready: queue.Queue[tuple[str, Any]] = queue.Queue()
         self._waiting: queue.Queue[tuple[str, Held, list[bytes]]] = queue.Queue()
         self._ending = threading.Event()
+        self._deaf = threading.Event()
         self._wake = threading.Condition()
         self._closed = False
         self._closing = threading.Lock()
@@ -356,6 +357,8 @@ class RoleWorker:
                 frames = socket.recv_multipart()
             except zmq.ZMQError as exc:
                 if not self._ending.is_set():
+                    # Whoever takes nothing must not look alive, or work is given to it for ever.
+                    self._deaf.set()
                     logger.error("%s takes no more work: %s", self._role, exc)  # noqa: TRY400  the reason is the message
                 return
             try:
@@ -532,8 +535,8 @@ class RoleWorker:
         self._say(protocol.encode(message))
 
     def _beat_on(self) -> None:
-        """Give signs of life until the end (own thread)."""
-        while not self._ending.is_set():
+        """Give signs of life until the end, or for as long as work is taken (own thread)."""
+        while not self._ending.is_set() and not self._deaf.is_set():
             try:
                 self._beat_once()
             except Exception:

@@ -259,6 +259,26 @@ def test_work_that_never_came_is_given_again() -> None:
     assert given[0].attempt > work.attempt
 
 
+def test_a_large_result_may_take_longer_than_signs_of_life() -> None:
+    head = Head(dead_after_s=3.0)
+    work = head.until("decoder")
+    head.holding["decoder", 0].clear()
+    head.scheduler.sent("r", work.attempt)
+    assert not [action for action in head.pass_time(60.0) if isinstance(action, Dispatch)]
+    assert head.scheduler.finished("r")
+    assert head.scheduler.snapshot()["served"] == 1
+
+
+def test_a_result_that_never_comes_is_made_again() -> None:
+    head = Head(dead_after_s=3.0)
+    work = head.until("decoder")
+    head.holding["decoder", 0].clear()
+    head.scheduler.sent("r", work.attempt)
+    given = [action for action in head.pass_time(130.0) if isinstance(action, Dispatch)]
+    assert given
+    assert given[0].attempt > work.attempt
+
+
 def test_what_is_held_in_vain_is_released() -> None:
     head = Head()
     released = head.scheduler.beat("denoiser", 0, epoch="one", holding=[("unknown", 7)])

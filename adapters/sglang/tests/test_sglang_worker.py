@@ -442,3 +442,22 @@ def test_a_later_attempt_need_not_wait_for_one_that_was_still_loading(make: Make
     _, loaded, held = role.next()
     assert held.attempt == 2
     assert loaded.claim is not taken.claim
+
+
+def test_a_role_that_takes_no_more_work_gives_no_sign_of_life() -> None:
+    class Broken:
+        def poll(self, _timeout_ms: int) -> bool:
+            raise zmq.ZMQError(zmq.ENOTSOCK)
+
+    context: zmq.Context[Any] = zmq.Context()
+    role = Role(context, "denoiser")
+    try:
+        role.worker.start()
+        role.said(protocol.BEAT)
+        role.worker.take_payloads_from(Broken(), role.build, "cpu", None).join(WITHIN_S)
+        beat = next(thread for thread in role.worker._threads if thread.name == "moonrelay-beat")
+        beat.join(WITHIN_S)
+        assert not beat.is_alive()
+    finally:
+        role.end()
+        context.destroy(linger=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -11,16 +10,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 import zmq
 
 from moonrelay.clock import Deadline, SystemClock
 from moonrelay.errors import ConfigError, PeerLost
-
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("needs SGLang: nox -s sglang", allow_module_level=True)
-
-import torch
-
 from moonrelay_sglang import head, protocol
 from moonrelay_sglang.config import OUR_POLICIES
 from moonrelay_sglang.protocol import Failure, Ready, Register, Registration, Stamp
