@@ -1,0 +1,75 @@
+"""The trees that the host's runners hand over: in the form that can be carried, and back on a role's device.
+
+Owns what is changed on the way, which is little: containers of the host's own kind become plain ones, and numpy's
+scalars Python's. Tensors keep shape, dtype and bits; what cannot be carried is refused by the core, by its place.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def carriable(value: Any) -> Any:
+    """Return a tree with plain containers and values; its tensors are the very same objects.
+
+    Args:
+        value: Dicts, lists, tuples, tensors and plain values, subclasses of those among them.
+    """
+    if isinstance(value, Mapping):
+        return {carriable(name): carriable(part) for name, part in value.items()}
+    if isinstance(value, tuple) and not _is_size(value):
+        return tuple(carriable(part) for part in value)
+    if isinstance(value, list):
+        return [carriable(part) for part in value]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return value.item()
+    return value
+
+
+def on_device(value: Any, device: torch.device | str) -> Any:
+    """Return a tree with its tensors on a device; one that is there already stays the same object.
+
+    A tensor in several places stays one object. Blocks: until copies to the device are done, since what they are made
+    from goes back to the pool when nobody holds it.
+    """
+    import torch
+
+    target = torch.device(device)
+    moved: dict[int, torch.Tensor] = {}
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            if id(part) not in moved:
+                moved[id(part)] = part.to(target)
+            return moved[id(part)]
+        if isinstance(part, dict):
+            return {name: walk(item) for name, item in part.items()}
+        if type(part) in (list, tuple):
+            return type(part)(walk(item) for item in part)
+        return part
+
+    return walk(value)
+
+
+def nbytes_of(value: Any) -> int:
+    """Return the bytes of a tree's tensors."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(nbytes_of(part) for part in value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(nbytes_of(part) for part in value)
+    return 0
+
+
+def _is_size(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Size)

@@ -1,0 +1,282 @@
+"""The class that takes the place of the host's ``DisaggMixin``: native code, or ours where the config says so.
+
+Owns which of the host's calls begin and end a request, and what its runners read beside them. Decides once per runner,
+in ``init_disagg``, by ``disagg_config.connector``; until then, and for every other connector, the host's own methods
+run unchanged. What we keep on a runner hangs on two attributes with our name.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from moonrelay.errors import ConfigError
+from moonrelay_lightx2v import config as settings
+from moonrelay_lightx2v import fields, pairing
+from moonrelay_lightx2v.link import StageLink
+
+logger = logging.getLogger(__name__)
+
+#: Where our end hangs on a runner.
+ATTRIBUTE: Final = "_moonrelay"
+#: What marks a class that dispatches, and a method that was wrapped.
+MARK: Final = "_moonrelay_dispatches"
+_WRAPPED: Final = "_moonrelay_wrapped"
+
+_LATENT_SHAPE: Final = "latent_shape"
+_LATENTS: Final = "latents"
+#: Of the host's ``input_info``: what a decoder must know of an image, which its latents do not tell.
+_SIZES: Final = ("auto_height", "auto_width")
+
+
+@dataclass(slots=True)
+class RunnerEnd:
+    """What we keep on a runner that is ours.
+
+    Attributes:
+        link: The role's end of the hand-over.
+        request: What the server asked last, as it handed it to the runner; ``None`` where it has not asked since.
+        depth: How deep the runner is in ``run_pipeline``: one that calls its parent's is one request.
+    """
+
+    link: StageLink
+    request: dict[str, Any] | None = None
+    depth: int = 0
+
+
+def dispatching(native: type) -> type:
+    """Return a subclass of the host's ``DisaggMixin`` that chooses between its methods and ours.
+
+    Args:
+        native: The host's class.
+
+    Threads: any; its methods are called by the runner's thread.
+    """
+
+    class DisaggMixin(native):  # type: ignore[misc]
+        """The host's mixin; see `moonrelay_lightx2v.mixin`."""
+
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            run = cls.__dict__.get("run_pipeline")
+            if run is not None and not getattr(run, _WRAPPED, False):
+                cls.run_pipeline = _bracketed(run)
+
+        def init_disagg(self, config: Any) -> None:
+            if not settings.is_chosen(config):
+                super().init_disagg(config)
+                return
+            _init(self, config)
+
+        def set_config(self, config_modify: Any) -> None:
+            end = _end_of(self)
+            if end is not None and isinstance(config_modify, Mapping):
+                end.request = dict(config_modify)
+            super().set_config(config_modify)
+
+        def send_encoder_outputs(self, inputs: Any, latent_shape: Any) -> None:
+            end = _end_of(self)
+            if end is None:
+                super().send_encoder_outputs(inputs, latent_shape)
+                return
+            end.link.send({**inputs, _LATENT_SHAPE: latent_shape})
+            logger.info("[moonrelay] encoder outputs offered")
+
+        def receive_encoder_outputs(self) -> Any:
+            end = _end_of(self)
+            if end is None:
+                return super().receive_encoder_outputs()
+            data, _ = end.link.receive()
+            return fields.on_device(data, _device())
+
+        def send_transformer_outputs(self, latents: Any) -> None:
+            end = _end_of(self)
+            if end is None:
+                super().send_transformer_outputs(latents)
+                return
+            asked = getattr(self, "input_info", None)
+            sizes = {name: _plain(getattr(asked, name, None)) for name in _SIZES}
+            end.link.send({_LATENTS: latents.detach()}, metadata=sizes)
+            logger.info("[moonrelay] latents offered")
+
+        def receive_transformer_outputs(self) -> Any:
+            end = _end_of(self)
+            if end is None:
+                return super().receive_transformer_outputs()
+            data, sizes = end.link.receive()
+            latents = fields.on_device(data[_LATENTS], _device())
+            # The runner reads sizes here that packed latents do not tell.
+            self._p2_receive_meta = {
+                "version": 1,
+                "latents_shape": list(latents.shape),
+                "latents_dtype": str(latents.dtype),
+                **dict.fromkeys(_SIZES),
+                **sizes,
+            }
+            return latents
+
+        def release_disagg(self) -> None:
+            end = _end_of(self)
+            if end is None:
+                super().release_disagg()
+                return
+            _release(self, end)
+
+    DisaggMixin.__module__ = native.__module__
+    DisaggMixin.__qualname__ = native.__qualname__
+    DisaggMixin.__doc__ = native.__doc__
+    setattr(DisaggMixin, MARK, True)
+    return DisaggMixin
+
+
+def end_of(runner: object) -> RunnerEnd | None:
+    """Return our end of a runner, ``None`` where it runs the host's own code."""
+    return _end_of(runner)
+
+
+# -- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _end_of(runner: object) -> RunnerEnd | None:
+    found: RunnerEnd | None = vars(runner).get(ATTRIBUTE)
+    return found
+
+
+def _init(runner: Any, config: Mapping[str, Any]) -> None:
+    """Make a runner ours: what the host's own ``init_disagg`` does, with our link."""
+    parsed = settings.parse(config)
+    _refuse_what_cannot_be(config)
+    before = _end_of(runner)
+    if before is not None:
+        _release(runner, before)
+    link = StageLink(parsed)
+    link.start()
+    end = RunnerEnd(link)
+    setattr(runner, ATTRIBUTE, end)
+    # What runners and their parents read of the native code.
+    runner._disagg_mode = parsed.role
+    runner._disagg_cfg = config.get("disagg_config", {})
+    runner._disagg_decentralized = False
+    runner._disagg_sender = runner._disagg_receiver = runner._disagg_data_mgr = None
+    runner._disagg_p2_data_mgr = runner._disagg_p2_receiver = None
+    runner._disagg_rdma_buffers = []
+    runner._disagg_p2_rdma_buffers = []
+    # Not None where latents go to a decoder: the runner decodes them itself otherwise.
+    runner._disagg_p2_sender = link if parsed.role == settings.TRANSFORMER and parsed.listens is not None else None
+    runner._p2_receive_meta = {}
+    # Held until then: a one-shot `lightx2v.infer` drops its runner before what it sent was taken.
+    atexit.register(link.at_exit)
+    weakref.finalize(runner, link.close_when_taken).atexit = False
+    where = f", offers {parsed.sends} at {_address(link.address)}" if link.address is not None else ""
+    dials = f", takes {parsed.receives} from {', '.join(map(_address, parsed.dials))}" if parsed.dials else ""
+    logger.info("[moonrelay] disagg_mode=%s: %s%s%s", parsed.role, link.connector, where, dials)
+
+
+def _refuse_what_cannot_be(config: Mapping[str, Any]) -> None:
+    if config.get("parallel") and _world_size() > 1:
+        message = (
+            "moonrelay hands over from one rank to one rank, and this role has several; start one process per role "
+            "instance, and several instances: transformers may share one encoder"
+        )
+        raise ConfigError(message, field="parallel")
+
+
+def _world_size() -> int:
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return 1
+
+
+def _bracketed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``run_pipeline`` with a request's begin and end round it, where the runner is ours."""
+
+    @functools.wraps(run)
+    def run_pipeline(self: Any, *args: Any, **kwargs: Any) -> Any:
+        end = _end_of(self)
+        if end is None or end.depth:
+            return run(self, *args, **kwargs)
+        asked = args[0] if args else kwargs.get("input_info")
+        request, end.request = end.request, None
+        names = pairing.names_of(request, asked, by_content=end.link.config.pairing == "auto")
+        end.depth += 1
+        try:
+            end.link.begin(names)
+            result = run(self, *args, **kwargs)
+        except BaseException as exc:
+            _after_failure(self)
+            end.link.end(exc)
+            raise
+        else:
+            end.link.end()
+            return result
+        finally:
+            end.depth -= 1
+            _forget_ids(self)
+
+    setattr(run_pipeline, _WRAPPED, True)
+    return run_pipeline
+
+
+def _after_failure(runner: Any) -> None:
+    """Leave nothing of a failed request to the next one.
+
+    The host's schedulers keep their generator where a request failed, and the next one's noise would go on from there.
+    """
+    model = getattr(runner, "model", None)
+    schedulers: list[Any] = [getattr(runner, "scheduler", None), getattr(model, "scheduler", None)]
+    for scheduler in schedulers:
+        if getattr(scheduler, "generator", None) is not None:
+            scheduler.generator = None
+
+
+def _forget_ids(runner: Any) -> None:
+    """Take a request's ids out of the host's config, where they would stay for the next one."""
+    config = getattr(runner, "config", None)
+    if not isinstance(config, dict) or not any(name in config for name in pairing.IDS):
+        return
+    unlocked = getattr(config, "temporarily_unlocked", None)
+    if unlocked is None:
+        _remove_ids(config)
+        return
+    with unlocked():
+        _remove_ids(config)
+
+
+def _remove_ids(config: dict[str, Any]) -> None:
+    for name in pairing.IDS:
+        config.pop(name, None)
+
+
+def _release(runner: Any, end: RunnerEnd) -> None:
+    atexit.unregister(end.link.at_exit)
+    end.link.close()
+    delattr(runner, ATTRIBUTE)
+    runner._disagg_p2_sender = None
+
+
+def _device() -> Any:
+    """Return the device of the host's platform."""
+    from lightx2v_platform.base.global_var import AI_DEVICE
+
+    return AI_DEVICE
+
+
+def _plain(value: Any) -> Any:
+    return fields.carriable(value)
+
+
+def _address(address: tuple[str, int] | None) -> str:
+    if address is None:
+        return "nowhere"
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+__all__ = ["ATTRIBUTE", "MARK", "RunnerEnd", "dispatching", "end_of"]
