@@ -89,6 +89,7 @@ class StageLink:
         self._clock: Clock = clock or SystemClock()
         self._changed = threading.Condition()
         self._closed = False
+        self._closing = threading.Lock()
         self._request: _Request | None = None
         self._offered: dict[str, _Offered] = {}
         self._early: dict[str, Event] = {}
@@ -304,23 +305,22 @@ class StageLink:
     def close(self) -> None:
         """End the link: what was not taken is moved to the store, where there is one, or aborted. Idempotent.
 
-        Blocks: some seconds at most.
+        Blocks: some seconds at most; a second caller until the first one is done.
         """
         with self._changed:
-            if self._closed:
-                return
             self._closed = True
             self._changed.notify_all()
-        if self._caller is not None:
-            self._caller.close()
-        request, self._request = self._request, None
-        if request is not None and request.claim is not None:
-            request.claim.nack()
-        try:
-            self._connector.close()
-        finally:
-            if self._desk is not None:
-                self._desk.close()
+        with self._closing:  # a process that ends must not overtake the thread that is at it
+            if self._caller is not None:
+                self._caller.close()
+            request, self._request = self._request, None
+            if request is not None and request.claim is not None:
+                request.claim.nack()
+            try:
+                self._connector.close()
+            finally:
+                if self._desk is not None:
+                    self._desk.close()
 
     def at_exit(self) -> None:
         """End the link where the process ends: once what was sent is taken, or ``linger_s`` has passed.
