@@ -1,0 +1,74 @@
+"""The host where it is there, and which tests need it.
+
+LightX2V is not on the package registry: who has it runs these tests with the Python that can import it. Nothing is put
+into that Python's environment; the host's processes find the CPU support by their search path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import lightx2v_model
+import pytest
+from lightx2v_cluster import Monolith, Outcome
+from lightx2v_cpu.install import place
+
+HOST_IS_THERE = find_spec("lightx2v") is not None
+MISSING = "lightx2v cannot be imported here; run MOONRELAY_LIGHTX2V_PYTHON=<a python that can> nox -s lightx2v"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "lightx2v" and not HOST_IS_THERE:
+        raise pytest.UsageError(MISSING)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HOST_IS_THERE:
+        return
+    skip = pytest.mark.skip(reason=MISSING)
+    for item in items:
+        if item.get_closest_marker("lightx2v"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables of a process that is to run the host."""
+    return place(tmp_path_factory.mktemp("lightx2v-cpu"))
+
+
+@pytest.fixture(scope="session")
+def wan(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny text-to-video model."""
+    return lightx2v_model.build(tmp_path_factory.mktemp("lightx2v-model") / "wan", environment)
+
+
+class Right:
+    """The undivided host's answers, each asked for once; its server starts with the first question."""
+
+    def __init__(self, model: Path, folder: Path, environment: dict[str, str]) -> None:
+        self._server = Monolith(model, folder, environment)
+        self._started = False
+        self._known: dict[str, Outcome] = {}
+
+    def __call__(self, **request: object) -> Outcome:
+        """Return what the undivided host makes of a request."""
+        key = repr(sorted(request.items()))
+        if key not in self._known:
+            if not self._started:
+                self._server.start()
+                self._started = True
+            self._known[key] = self._server.ask(**request)
+        return self._known[key]
+
+    def end(self) -> None:
+        self._server.end()
+
+
+@pytest.fixture(scope="session")
+def right(wan: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Right]:
+    made = Right(wan, tmp_path_factory.mktemp("lightx2v-all-in-one"), environment)
+    yield made
+    made.end()
