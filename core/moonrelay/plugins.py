@@ -1,4 +1,4 @@
-"""Parts by name: transfer engines, relays, queues, policies, adapters and observers.
+"""Parts by name: transfer engines, relays, queues, policies, adapters, observers, and commands that adapters bring.
 
 Owns the look-up of entry points, and the sentence a user reads when one cannot be loaded. Nothing is imported before it
 is asked for by name, and a broken plugin hurts only its own name. Holds no process-wide state: a cache lives in its
@@ -30,6 +30,8 @@ QUEUES: Final = "moonrelay.queues"
 POLICIES: Final = "moonrelay.policies"
 ADAPTERS: Final = "moonrelay.adapters"
 OBSERVERS: Final = "moonrelay.observers"
+#: Commands of ``moonrelay`` that the core does not have: ``module:attribute`` of a function for typer, or of a group.
+COMMANDS: Final = "moonrelay.commands"
 
 #: Built-ins by group; they resolve first, also from a plain checkout that has no distribution metadata.
 BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
@@ -72,6 +74,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             }
         ),
         OBSERVERS: MappingProxyType({"metrics": "moonrelay.metrics:Metrics"}),
+        COMMANDS: MappingProxyType({"lightx2v-front": "moonrelay_lightx2v.front.command:front"}),
     }
 )
 
@@ -88,6 +91,9 @@ _EXTRA_OF: Final[Mapping[str, str]] = MappingProxyType(
         "vllm": "vllm-omni",
         "vllm_omni": "vllm-omni",
         "sglang": "sglang",
+        "starlette": "lightx2v",
+        "uvicorn": "lightx2v",
+        "httpx": "lightx2v",
         "imageio": "demo",
         "matplotlib": "demo",
         "PIL": "demo",
@@ -210,6 +216,12 @@ class Registry:
         """Return all names, sorted; imports nothing."""
         return tuple(sorted({*self._built_in, *self._found()}))
 
+    def provider(self, name: str) -> str:
+        """Return which distributions have ``name``, without importing it; ours alone where it is a built-in."""
+        if name in self._built_in:
+            return DISTRIBUTION
+        return " and ".join(_distribution_name(point) for point in self._found().get(name, ())) or "nobody"
+
     def load(self, name: str) -> object:
         """Import the part called ``name`` and return what its entry point names.
 
@@ -321,6 +333,7 @@ class Registry:
             "policies": "lease policy",
             "adapters": "adapter",
             "observers": "observer",
+            "commands": "command",
         }.get(kind, kind)
 
     def _unknown(self, name: str) -> str:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from moonrelay.cli import main as cli
-from moonrelay.cli.main import COMMANDS, LazyCommand, main, make_app
+from moonrelay.cli.main import BROUGHT_HELP, COMMANDS, LazyCommand, all_commands, main, make_app
 from moonrelay.cli.probes import Machine, PluginState
 from moonrelay.errors import ConfigError
+from moonrelay.plugins import BUILT_IN, Registry
+from moonrelay.plugins import COMMANDS as COMMANDS_GROUP
 
 SOURCE = '''
 import typer
@@ -51,6 +55,17 @@ def two() -> None:
 '''
 NAMES = ("fine", "wrong", "lost", "bug", "interrupted", "three", "group")
 PLANTED = tuple(LazyCommand(name=name, target=f"mr_planted:{name}", help=f"Help of {name}.") for name in NAMES)
+
+
+def point(name: str, value: str, distribution: str = "acme-tools") -> importlib.metadata.EntryPoint:
+    """An entry point of a distribution that is not installed."""
+    made = importlib.metadata.EntryPoint(name, value, COMMANDS_GROUP)
+    vars(made)["dist"] = SimpleNamespace(name=distribution)
+    return made
+
+
+def brought(*points: importlib.metadata.EntryPoint) -> Registry:
+    return Registry(COMMANDS_GROUP, entry_points=lambda _group: points)
 
 
 @pytest.fixture
@@ -184,10 +199,67 @@ def test_the_commands_of_the_issue_are_there() -> None:
     assert {command.name for command in COMMANDS} >= {"demo", "doctor", "worker", "bench", "adapters"}
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("command", all_commands(brought()), ids=lambda command: command.name)
 def test_every_command_has_help(command: LazyCommand) -> None:
     result = CliRunner().invoke(make_app([command.name]), [command.name, "--help"])
     assert result.exit_code == 0, result.output
+
+
+def test_a_command_that_an_adapter_brings_is_listed_and_not_imported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert BROUGHT_HELP.keys() == BUILT_IN[COMMANDS_GROUP].keys()
+    commands = all_commands(brought(point("acme", "mr_nowhere:acme")))
+    before = set(sys.modules)
+    with pytest.raises(SystemExit):
+        main(["--help"], commands)
+    out = capsys.readouterr().out
+    for name, text in BROUGHT_HELP.items():
+        assert name in out
+        assert text[:40] in out
+    assert "acme" in out
+    assert "From acme-tools." in out
+    assert not {name for name in set(sys.modules) - before if name.startswith("moonrelay_")}
+
+
+@pytest.mark.usefixtures("planted")
+def test_a_third_partys_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = all_commands(brought(point("acme", "mr_planted:fine")))
+    with pytest.raises(SystemExit) as caught:
+        main(["acme", "--count", "2"], commands)
+    assert caught.value.code in (0, None)
+    assert capsys.readouterr().out == "did 2 x\n"
+
+
+def test_a_third_party_takes_no_name_of_ours() -> None:
+    names = [*(command.name for command in COMMANDS), "version", *BUILT_IN[COMMANDS_GROUP]]
+    commands = all_commands(brought(*(point(name, "mr_evil:take") for name in names)))
+    assert [command.name for command in commands] == [*(c.name for c in COMMANDS), *BUILT_IN[COMMANDS_GROUP]]
+    registry = commands[-1].registry
+    assert registry is not None
+    assert registry.describe_one("lightx2v-front").target == BUILT_IN[COMMANDS_GROUP]["lightx2v-front"]
+
+
+@pytest.mark.usefixtures("planted")
+@pytest.mark.parametrize(
+    ("points", "told"),
+    [
+        ([point("acme", "mr_nowhere:acme")], "command 'acme' (mr_nowhere:acme of acme-tools) cannot"),
+        (
+            [point("acme", "mr_planted:fine"), point("acme", "mr_planted:bug", "other-tools")],
+            "command 'acme' is claimed by acme-tools and other-tools; uninstall one of them",
+        ),
+    ],
+)
+def test_a_broken_command_hurts_only_its_own_name(
+    points: list[importlib.metadata.EntryPoint], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = all_commands(brought(*points))
+    with pytest.raises(SystemExit) as caught:
+        main(["acme"], commands)
+    assert caught.value.code == 1
+    assert told in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        main(["version"], commands)
+    assert not caught.value.code
 
 
 STATES = [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moonrelay.errors import MoonrelayError, PluginError
-from moonrelay.plugins import BUILT_IN, Registry
+from moonrelay.plugins import BUILT_IN, COMMANDS, Registry
 
 GROUP = "moonrelay.transfers"
 
@@ -182,7 +182,9 @@ def test_the_table_and_pyproject_say_the_same() -> None:
 
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group, table in BUILT_IN.items() for name in table])
 def test_every_built_in_loads(group: str, name: str) -> None:
-    assert isinstance(Registry(group).load(name), type)
+    part = Registry(group).load(name)
+    assert callable(part)
+    assert isinstance(part, type) is (group != COMMANDS), "a command is a function, everything else a class"
 
 
 def test_load_class_checks_what_it_loads() -> None:

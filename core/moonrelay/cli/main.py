@@ -1,7 +1,8 @@
 """The command ``moonrelay``: finds the command asked for, and is the outermost frame of what it does.
 
 Owns exit codes, the log level, and what happens on Ctrl-C. A command's module is imported only when it is called, so
-that ``moonrelay --help`` needs none of them.
+that ``moonrelay --help`` needs none of them. Besides the core's commands there are those that adapters and third
+parties bring, by the entry-point group ``moonrelay.commands``; a name that is taken is never theirs.
 
 Exit codes: 0 done, 1 a failure, 2 a wrong setting or argument, 130 Ctrl-C, 143 asked to terminate.
 """
@@ -14,15 +15,17 @@ import importlib.metadata
 import logging
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Annotated, Final, NoReturn, TypeVar, cast
 
 import typer
 
 from moonrelay.config import from_environment, require_one_of
 from moonrelay.errors import ConfigError, MoonrelayError, PluginError
+from moonrelay.plugins import BUILT_IN, Registry
+from moonrelay.plugins import COMMANDS as COMMANDS_GROUP
 
 ResultT = TypeVar("ResultT")
 Command = Callable[..., object]
@@ -36,13 +39,16 @@ class LazyCommand:
 
     Attributes:
         name: What the user types.
-        target: ``module:attribute`` of a function for typer, or of a `typer.Typer` with subcommands.
+        target: ``module:attribute`` of a function for typer, or of a `typer.Typer` with subcommands; empty for one that
+            is looked up by its name in ``registry``.
         help: One line for ``moonrelay --help``.
+        registry: Where it was found, if by an entry point.
     """
 
     name: str
-    target: str
+    target: str = ""
     help: str
+    registry: Registry | None = None
 
 
 COMMANDS: Final = (
@@ -70,6 +76,32 @@ COMMANDS: Final = (
     ),
 )
 
+#: Help for the commands that our own adapters bring, told without importing them.
+BROUGHT_HELP: Final[Mapping[str, str]] = MappingProxyType(
+    {"lightx2v-front": "One HTTP address before LightX2V's encoder, transformer and decoder servers."}
+)
+
+
+def all_commands(registry: Registry | None = None) -> tuple[LazyCommand, ...]:
+    """Return the core's commands and those that are brought; a name of ours is never a third party's.
+
+    Args:
+        registry: Of the group ``moonrelay.commands``; the installed distributions' by default.
+    """
+    found = registry or Registry(COMMANDS_GROUP)
+    ours = BUILT_IN[COMMANDS_GROUP]
+    taken = {"version", *(command.name for command in COMMANDS)}
+    brought = [
+        LazyCommand(
+            name=name,
+            help=BROUGHT_HELP[name] if name in ours else f"From {found.provider(name)}.",
+            registry=found,
+        )
+        for name in found.names()
+        if name not in taken
+    ]
+    return (*COMMANDS, *brought)
+
 
 @dataclass(slots=True)
 class _Frame:
@@ -78,14 +110,15 @@ class _Frame:
     debug: bool = False
 
 
-def make_app(argv: Sequence[str] = (), commands: Sequence[LazyCommand] = COMMANDS) -> typer.Typer:
+def make_app(argv: Sequence[str] = (), commands: Sequence[LazyCommand] | None = None) -> typer.Typer:
     """Build the command line, importing only the module of the command that ``argv`` names.
 
     Args:
         argv: Arguments without the program's name.
-        commands: What there is to call.
+        commands: What there is to call; `all_commands` by default.
     """
     frame = _Frame()
+    commands = all_commands() if commands is None else commands
     app = typer.Typer(
         name="moonrelay",
         help="Disaggregated diffusion serving over Mooncake.",
@@ -117,12 +150,12 @@ def make_app(argv: Sequence[str] = (), commands: Sequence[LazyCommand] = COMMAND
     return app
 
 
-def main(argv: Sequence[str] | None = None, commands: Sequence[LazyCommand] = COMMANDS) -> NoReturn:
+def main(argv: Sequence[str] | None = None, commands: Sequence[LazyCommand] | None = None) -> NoReturn:
     """Run the command line and exit; the entry point ``moonrelay``.
 
     Args:
         argv: Arguments without the program's name; this process's by default.
-        commands: What there is to call.
+        commands: What there is to call; `all_commands` by default.
     """
     signal.signal(signal.SIGTERM, _on_terminate)
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -148,7 +181,7 @@ def set_log_level(level: str) -> None:
     """
     chosen = _LogSettings(log_level=level.lower())
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    for name in ("moonrelay", "moonrelay_diffusers"):
+    for name in ("moonrelay", "moonrelay_diffusers", "moonrelay_lightx2v"):
         logging.getLogger(name).setLevel(chosen.log_level.upper())
 
 
@@ -172,6 +205,8 @@ def _register(app: typer.Typer, frame: _Frame, command: LazyCommand) -> None:
 
 
 def _import(command: LazyCommand) -> object:
+    if command.registry is not None:
+        return command.registry.load(command.name)
     module_name, _, attribute = command.target.partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)

@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from moonrelay.plugins import ADAPTERS, OBSERVERS, POLICIES, QUEUES, RELAYS, TRANSFERS, HostFinding
+from moonrelay.plugins import ADAPTERS, COMMANDS, OBSERVERS, POLICIES, QUEUES, RELAYS, TRANSFERS, HostFinding
 
-GROUPS: Final = (ADAPTERS, TRANSFERS, RELAYS, QUEUES, POLICIES, OBSERVERS)
+GROUPS: Final = (ADAPTERS, TRANSFERS, RELAYS, QUEUES, POLICIES, OBSERVERS, COMMANDS)
 
 _LOAD_PLUGINS: Final = """
 import dataclasses, json, sys
