@@ -51,6 +51,9 @@ _HOSTS: Final = frozenset(
         "metadata_server",
         "device_name",
         "decentralized_queue",
+        "encoder_engine_rank",
+        "transformer_engine_rank",
+        "ranks",
     }
 )
 #: The host's variables over its keys.
@@ -208,8 +211,10 @@ def parse(given: Mapping[str, Any]) -> LinkConfig:
     section: Mapping[str, Any] = given.get("disagg_config") or {}
     _check(section)
     base = _base(section)
-    transfer: dict[str, Any] = {"pool_bytes": _STAGING_BYTES, **base, **_section(section, _TRANSFER)}
+    usual = {} if config.from_environment("TE_POOL_BYTES") else {"pool_bytes": _STAGING_BYTES}
+    transfer: dict[str, Any] = {**usual, **base, **_section(section, _TRANSFER)}
     own = {name: section[name] for name in _OWN if section.get(name) is not None and name != "rendezvous_port"}
+    own.setdefault("auth_key", config.from_environment("AUTH_KEY"))  # the host logs its whole JSON: not for secrets
     built = config.build(TransferConfig, transfer, env_prefix="TE")
     store = config.build(StoreConfig, _section(section, _STORE), env_prefix="STORE")
     own.setdefault(
@@ -277,10 +282,24 @@ def _check(section: Mapping[str, Any]) -> None:
 
 
 def _section(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    found = {target: given[name] for name, target in names.items() if given.get(name) is not None}
-    if "options" in found:
-        found["options"] = dict(found["options"])  # the host's own kind of dict is locked later
+    found: dict[str, Any] = {}
+    for name, target in names.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        if target == "options":
+            if not isinstance(value, Mapping):
+                message = f"disagg_config.{name}={value!r} must be an object of the engine's, store's or channel's own"
+                raise ConfigError(message, field=name)
+            value = _plain(value)  # the host's own kind of dict is locked later
+        found[target] = value
     return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def _base(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -378,6 +397,8 @@ def _port(section: Mapping[str, Any], rank: tuple[str, int], room: tuple[str, in
     numbers: list[int] = []
     for name, usual in (rank, room):
         value = section.get(name, usual)
+        if isinstance(value, str) and value.isdecimal():
+            value = int(value)  # the host takes it, too
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             message = f"disagg_config.{name}={value!r} must be a whole number, 0 or more"
             raise ConfigError(message, field=name)

@@ -5,13 +5,18 @@ nothing else. Any other one goes by its ``task_id``, where a server runs it, and
 for. So clients that send one id to all roles are paired by it; and clients that send one body to all roles, as the
 host's example scripts do, are paired by what they ask for: two requests that ask for the very same, seed included, get
 the very same bytes, and whose are whose makes no difference to anybody. Nothing is ever paired by the order of arrival.
+
+Files that a request names count by what is in them: the host's servers write an image that came with a request to a
+path of their own. A request of a server that names a file which this role cannot see goes by its ids alone; without a
+server, where there are no ids, such a file counts by its path.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 Names = tuple[str, ...]
@@ -27,13 +32,15 @@ IDS: Final = (
     "disagg_phase1_receiver_engine_rank",
     "disagg_phase2_sender_engine_rank",
 )
-#: Where a result goes. (`return_result_tensor` too: whether it is written at all.)
+#: Where a result goes, whether it is written at all, and what is done to it after the last role.
 _RESULTS: Final = (
     "save_result_path",
     "save_action_path",
     "presigned_url",
     "return_result_tensor",
     "_return_pipeline_result",
+    "video_frame_interpolation",
+    "target_fps",
 )
 #: What a role computes itself, from the input.
 _DERIVED: Final = (
@@ -48,8 +55,24 @@ _DERIVED: Final = (
     "txt_seq_lens",
     "image_encoder_output",
     "prompt_enhanced",
+    "audio_num",
+    "with_mask",
+    "overlap_frame",
+    "overlap_latent",
+    "audio_clip",
 )
 _LEFT_OUT: Final = frozenset({*IDS, *_RESULTS, *_DERIVED, "task"})
+#: Of the host: a field's value that nobody gave, by the name of its type.
+_UNSET: Final = "_UnsetType"
+#: An id that is longer goes by its digest.
+_LONGEST_ID: Final = 200
+#: A text that is longer is no path, but a file's content as text.
+_LONGEST_PATH: Final = 4096
+_PIECE_BYTES: Final = 1 << 20
+
+
+class _Inexact(Exception):
+    """A value has no exact form here."""
 
 
 def names_of(request: Mapping[str, Any] | None, asked: Any, *, by_content: bool = True) -> Names:
@@ -57,29 +80,36 @@ def names_of(request: Mapping[str, Any] | None, asked: Any, *, by_content: bool 
 
     Args:
         request: What the server was asked, as it hands it to the runner; ``None`` without a server.
-        asked: The host's ``input_info``: a dataclass of what was asked.
+        asked: The host's ``input_info``: a dataclass of what was asked. It counts without a server only: a server keeps
+            one for all requests, with what earlier ones left in it.
         by_content: Whether a request without a room also goes by what it asks for.
 
     Returns:
         One to two of ``room:N``, ``task:ID``, ``same:DIGEST``.
 
-    Threads: any.
+    Threads: any. Blocks: to read the files that the request names.
     """
-    given = dict(request or {})
-    for name in _ROOMS:
-        if given.get(name) is not None:
-            return (f"room:{given[name]}",)
-    task = given.get(TASK_ID)
-    names = () if task is None else (f"task:{task}",)
-    if not by_content:
-        return names
-    digest = _digest({**_fields(asked), **given})
-    return names if digest is None else (*names, f"same:{digest}")
+    if request is None:
+        found = [_digest(_fields(asked), form) for form in (_content, _text)] if by_content else []
+    else:
+        for name in _ROOMS:
+            if request.get(name) is not None:
+                return (_id("room", request[name]),)
+        task = request.get(TASK_ID)
+        found = [None if task is None else _id("task", task), _digest(request, _content) if by_content else None]
+    return tuple(dict.fromkeys(name for name in found if name is not None))
 
 
 def said(names: Names) -> str:
     """Return a request's name for people."""
     return names[0] if names else "a request without a name"
+
+
+def _id(kind: str, value: object) -> str:
+    text = str(value)
+    if len(text) > _LONGEST_ID:
+        text = "blake2b-" + hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return f"{kind}:{text}"
 
 
 def _fields(asked: Any) -> dict[str, Any]:
@@ -88,18 +118,58 @@ def _fields(asked: Any) -> dict[str, Any]:
     return dict(vars(asked)) if hasattr(asked, "__dict__") else {}
 
 
-def _digest(fields: Mapping[str, Any]) -> str | None:
-    """Return a digest of what a request asks for; ``None`` where a value has no exact form."""
+def _digest(fields: Mapping[str, Any], of_path: Callable[[str], bytes]) -> str | None:
+    """Return a name for what a request asks for; ``None`` where a value has no exact form."""
     seen = hashlib.blake2b(digest_size=16, person=b"moonrelay-same")
-    for name in sorted(fields):
-        value = fields[name]
-        if name in _LEFT_OUT or value is None or value == "" or (isinstance(value, (list, tuple)) and not value):
-            continue  # an absent one and an empty one ask for the same
-        try:
-            form = _form(value)
-        except TypeError:
-            return None
-        seen.update(b"%d:%s%d:%s" % (len(name), name.encode(), len(form), form))
+    try:
+        for name in sorted(fields):
+            value = fields[name]
+            if name in _LEFT_OUT or _is_nothing(value):
+                continue
+            form = of_path(value) if isinstance(value, str) and _names_a_file(name) else _form(value)
+            seen.update(b"%d:%s%d:%s" % (len(name), name.encode(), len(form), form))
+    except _Inexact:
+        return None
+    return f"same:{seen.hexdigest()}"
+
+
+def _is_nothing(value: Any) -> bool:
+    """Tell whether nobody gave it: an absent one and an empty one ask for the same."""
+    empty = isinstance(value, (str, list, tuple)) and not value
+    return empty or value is None or type(value).__name__ == _UNSET
+
+
+def _names_a_file(name: str) -> bool:
+    return name.endswith("_path") or name.startswith("src_")
+
+
+def _text(value: str) -> bytes:
+    return _form(value)
+
+
+def _content(value: str) -> bytes:
+    """Return the form of what is in the files of a field: the host's fields hold one path, or several with commas."""
+    if len(value) > _LONGEST_PATH or value.startswith(("http://", "https://", "data:")):
+        return _form(value)
+    try:
+        paths = [Path(value)] if Path(value).exists() else [Path(part) for part in value.split(",")]
+        return _form([_digest_of(path) for path in paths])
+    except (OSError, ValueError) as exc:
+        raise _Inexact from exc
+
+
+def _digest_of(path: Path) -> str:
+    """Return the digest of a file, or of all files of a folder with their names."""
+    seen = hashlib.blake2b(digest_size=16)
+    if path.is_dir():
+        for part in sorted(path.rglob("*")):
+            if part.is_file():
+                name = part.relative_to(path).as_posix().encode("utf-8", "surrogateescape")
+                seen.update(b"%d:%s%s" % (len(name), name, _digest_of(part).encode()))
+    else:
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                seen.update(piece)
     return seen.hexdigest()
 
 
@@ -115,4 +185,4 @@ def _form(value: Any) -> bytes:
         return b"map:" + _form([[str(name), value[name]] for name in sorted(value, key=str)])
     if value is None:
         return b"none"
-    raise TypeError(type(value).__name__)
+    raise _Inexact(type(value).__name__)

@@ -1,0 +1,63 @@
+"""Trees on their way: plain containers, the very same tensors, and back on the role's device."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from lightx2v_double import LockableDict
+
+from moonrelay_lightx2v import fields
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_containers_become_plain_and_tensors_stay_themselves() -> None:
+    tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    given = LockableDict({"a": OrderedDict(b=[tensor, None]), "c": Pair(1, "x"), "shape": tensor.shape})
+    found = fields.carriable(given)
+    assert type(found) is dict
+    assert type(found["a"]) is dict
+    assert found["a"]["b"][0] is tensor
+    assert found["a"]["b"][1] is None
+    assert type(found["c"]) is tuple
+    assert found["c"] == (1, "x")
+    assert type(found["shape"]) is torch.Size
+
+
+def test_the_hosts_image_info() -> None:
+    info = {
+        "vae_image_info_list": [(np.int64(32), np.int32(48)), (64, 48)],
+        "scale": np.float64(0.1),
+        "on": np.bool_(1),
+    }
+    found = fields.carriable(info)
+    assert found == {"vae_image_info_list": [(32, 48), (64, 48)], "scale": 0.1, "on": True}
+    assert {type(value) for pair in found["vae_image_info_list"] for value in pair} == {int}
+    assert (type(found["scale"]), type(found["on"])) == (float, bool)
+
+
+def test_what_is_there_already_is_not_copied() -> None:
+    tensor = torch.zeros(3)
+    given = {"a": [tensor, (tensor, None)], "b": "text"}
+    found = fields.on_device(given, "cpu")
+    assert found["a"][0] is tensor
+    assert found["a"][1] == (tensor, None)
+    assert found["b"] == "text"
+
+
+def test_a_tensor_in_two_places_is_one_on_the_device_too() -> None:
+    tensor = torch.zeros(3)
+    found = fields.on_device({"a": tensor, "b": [tensor]}, "meta")
+    assert found["a"] is found["b"][0]
+    assert found["a"].device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [(torch.zeros(3), 12), ({"a": [torch.zeros(2, dtype=torch.bfloat16), None]}, 4), ((1, "x"), 0)],
+)
+def test_nbytes(value: object, nbytes: int) -> None:
+    assert fields.nbytes_of(value) == nbytes
