@@ -109,6 +109,12 @@ class Cancelled(MoonrelayError):
     """The request was cancelled by its client."""
 
 
+class Preempted(MoonrelayError):
+    """The worker left the job at a step boundary, for another one to go on from its checkpoint; not a failure."""
+
+    retryable = True
+
+
 class DeadlineExceeded(MoonrelayError, TimeoutError):
     """The request's or the call's deadline passed."""
 
@@ -136,6 +142,10 @@ class PeerLost(MoonrelayError, ConnectionError):
 
 class IntegrityError(MoonrelayError):
     """Bytes arrived and are not the producer's."""
+
+
+class CheckpointMismatch(MoonrelayError):
+    """A checkpoint is of another run, or lacks something; ``context`` has ``field``, and ``saved`` and ``present``."""
 
 
 class CapacityError(MoonrelayError):
