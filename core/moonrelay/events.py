@@ -33,6 +33,12 @@ EventName = Literal[
     "lease_expired",
     "released",
     "fallback",
+    "cache_hit",
+    "cache_miss",
+    "cache_wait",
+    "cache_stored",
+    "cache_evicted",
+    "cache_trouble",
 ]
 EVENT_NAMES: Final[tuple[str, ...]] = get_args(EventName)
 
@@ -52,6 +58,12 @@ _LEVELS: Final[Mapping[str, int]] = MappingProxyType(
         "retried": logging.WARNING,
         "fallback": logging.WARNING,
         "failed": logging.WARNING,
+        "cache_hit": logging.DEBUG,
+        "cache_miss": logging.DEBUG,
+        "cache_wait": logging.DEBUG,
+        "cache_stored": logging.DEBUG,
+        "cache_evicted": logging.DEBUG,
+        "cache_trouble": logging.WARNING,
     }
 )
 
@@ -155,6 +167,30 @@ class ObserverSpec:
     @_hookspec
     def moonrelay_fallback(self, event: Event) -> None:
         """Another path or backend than the preferred one is used; ``reason`` is given."""
+
+    @_hookspec
+    def moonrelay_cache_hit(self, event: Event) -> None:
+        """A cache had it; ``path`` says where: ``memory`` or ``store``."""
+
+    @_hookspec
+    def moonrelay_cache_miss(self, event: Event) -> None:
+        """No cache had it, so it is computed here."""
+
+    @_hookspec
+    def moonrelay_cache_wait(self, event: Event) -> None:
+        """Somebody else was computing it; ``duration_s`` says for how long that was waited for."""
+
+    @_hookspec
+    def moonrelay_cache_stored(self, event: Event) -> None:
+        """It is in the store now, for others too."""
+
+    @_hookspec
+    def moonrelay_cache_evicted(self, event: Event) -> None:
+        """Something gave way to what was used later; ``path`` says where, ``nbytes`` how much."""
+
+    @_hookspec
+    def moonrelay_cache_trouble(self, event: Event) -> None:
+        """An entry was damaged or foreign, or the store did not serve; the request went on. ``reason`` is given."""
 
 
 Observer = Callable[[Event], object]

@@ -44,11 +44,17 @@ MAX_WORDS: Final = 64
 _HELP: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         "moonrelay_events_total": ("counter", "Events, by name, stage, kind and path."),
-        "moonrelay_errors_total": ("counter", "Failures, retries and fallbacks, by event and error code."),
-        "moonrelay_bytes_total": ("counter", "Bytes of published, staged, spilled and delivered payloads."),
+        "moonrelay_errors_total": ("counter", "Failures, retries, fallbacks and cache troubles, by event and code."),
+        "moonrelay_bytes_total": ("counter", "Bytes of published, staged, spilled, delivered and cached payloads."),
         "moonrelay_duration_seconds": ("histogram", "How long an event's work took."),
         "moonrelay_payload_bytes": ("histogram", "Sizes of published payloads."),
     }
+)
+
+#: Events that count as errors, and those whose bytes are counted.
+_ERRORS: Final = frozenset({"failed", "retried", "fallback", "cache_trouble"})
+_MOVES: Final = frozenset(
+    {"published", "staged", "spilled", "delivered", "cache_hit", "cache_stored", "cache_evicted"},
 )
 
 Labels = tuple[tuple[str, str], ...]
@@ -107,9 +113,9 @@ class Metrics:
             stage, kind = self._word("stage", event.stage), self._word("kind", event.kind)
             path, code = self._word("path", event.path), self._word("code", event.code)
             self._count("moonrelay_events_total", 1, event=event.name, stage=stage, kind=kind, path=path)
-            if event.name in ("failed", "retried", "fallback"):
+            if event.name in _ERRORS:
                 self._count("moonrelay_errors_total", 1, event=event.name, stage=stage, code=code)
-            if event.nbytes is not None and event.name in ("published", "staged", "spilled", "delivered"):
+            if event.nbytes is not None and event.name in _MOVES:
                 self._count("moonrelay_bytes_total", event.nbytes, event=event.name, stage=stage, path=path)
             if event.duration_s is not None:
                 self._observe(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from moonrelay import (
     Ttl,
     UnsupportedTensor,
 )
+from moonrelay.clock import Deadline, SystemClock
 
 MakeConnector = Callable[..., DiffusionConnector]
 POOL_BYTES = 1 << 20
@@ -566,3 +568,21 @@ def test_handles_of_a_dead_producer_do_not_each_wait(make: MakeConnector, tmp_pa
     # Whoever was found gone is not asked again: a deadline far below the second that finding out takes is enough.
     for handle in handles[1:]:
         assert isinstance(consumer.receive(handle, timeout_s=0.5), torch.Tensor)
+
+
+# Beside payloads.
+
+
+@pytest.mark.parametrize("mode", ["p2p", "store", "auto"])
+def test_the_store_is_there_in_every_mode_and_ends_with_the_connector(
+    make: MakeConnector, tmp_path: Path, mode: str
+) -> None:
+    clock = SystemClock()
+    connector = make(mode=mode, store_config=f"local://{tmp_path / 'store'}", clock=clock)
+    assert connector.clock is clock
+    store = connector.store()
+    assert connector.store() is store
+    assert store.put_if_absent("moonrelay/mine", b"1", Deadline(5, connector.clock)) == b"1"
+    connector.close()
+    with pytest.raises(ClosedError):
+        connector.store()

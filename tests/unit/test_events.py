@@ -136,6 +136,8 @@ def test_what_is_no_observer_is_refused(observer: object) -> None:
         ("retried", logging.WARNING),
         ("fallback", logging.WARNING),
         ("failed", logging.WARNING),
+        ("cache_hit", logging.DEBUG),
+        ("cache_trouble", logging.WARNING),
     ],
 )
 def test_log_records_have_a_level_and_the_ids(caplog: pytest.LogCaptureFixture, name: str, level: int) -> None:
@@ -269,3 +271,15 @@ def test_the_text_format() -> None:
     assert buckets[1].endswith('le="4096"} 1')
     assert buckets[-1].endswith('le="+Inf"} 1')
     assert any(line.startswith("moonrelay_payload_bytes_sum") and line.endswith(" 2048") for line in lines)
+
+
+def test_what_caches_move_and_what_troubles_them_is_counted() -> None:
+    metrics = Metrics()
+    for name in ("cache_hit", "cache_stored", "cache_evicted"):
+        metrics(Event(name=name, path="store", nbytes=7))  # type: ignore[arg-type]
+    metrics(Event(name="cache_trouble", path="store", code="peer_lost"))
+    counted = metrics.snapshot()
+    for name in ("cache_hit", "cache_stored", "cache_evicted"):
+        assert counted["moonrelay_bytes_total"][(("event", name), ("stage", ""), ("path", "store"))] == 7
+    errors = counted["moonrelay_errors_total"]
+    assert errors == {(("event", "cache_trouble"), ("stage", ""), ("code", "peer_lost")): 1}

@@ -24,6 +24,7 @@ from moonrelay.events import EventBus
 from moonrelay.handle import ControlAddress, StageHandle
 from moonrelay.lease import LeaseState, LeaseStatus
 from moonrelay.payload import StagePayload
+from moonrelay.relay.base import Relay
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -166,6 +167,27 @@ class DiffusionConnector:
             RegistrationError: The engine cannot register this memory; the message names the remedy.
         """
         return Registration(self._runtime, tensor)
+
+    # -- beside payloads ------------------------------------------------------------------------------------------
+
+    def store(self) -> Relay:
+        """Return this connector's relay, started, whatever ``transfer_mode`` is; caches keep their objects there.
+
+        It is the connector's: it is closed with it, and by nobody else. Keys are used once, and those of payloads are
+        not for others: begin one's own with the store's namespace and a word.
+
+        Blocks: seconds at most, when first called.
+
+        Raises:
+            PluginError, ConfigError, PeerLost: It cannot be reached.
+            ClosedError: The connector is closed.
+        """
+        return self._runtime.relay()
+
+    @property
+    def clock(self) -> Clock:
+        """The clock that all of this connector's waits and deadlines are reckoned on."""
+        return self._clock
 
     # -- consuming ------------------------------------------------------------------------------------------------
 
