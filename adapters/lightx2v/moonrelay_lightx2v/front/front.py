@@ -29,7 +29,6 @@ from moonrelay_lightx2v.front.stages import (
     PENDING,
     PROCESSING,
     Forgot,
-    Gone,
     Refused,
     Seen,
     Server,
@@ -46,7 +45,7 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S: Final = 0.05
 _GROWTH: Final = 1.5
 #: A server that is there and says nothing that makes sense is lost after so long.
-SILENT_S: Final = 30.0
+SILENT_S: Final = 60.0
 #: Looks in a row that must find nobody at a server's address.
 _UNREACHED: Final = 2
 #: For the servers to give tasks up when the front ends.
@@ -321,10 +320,12 @@ class Front:
                 order.lost.append(lost.text)
                 self._lost[lost.stage] += 1
                 logger.warning("request %s, attempt %d of %d: %s", order.id, attempt, attempts, lost.text)
-                order.stage = lost.stage
                 if attempt < attempts:
                     self._forsake(order)
+                    order.reset()
+                    order.stage = lost.stage
                     continue
+                order.stage = lost.stage
                 text = lost.text + (f"; it was the last of {attempts} attempts" if attempts > 1 else "")
                 if not order.placed.done():
                     raise StageRefused(text) from None
@@ -448,15 +449,13 @@ class Front:
         for (view, server), look in zip(servers, looks, strict=True):
             if isinstance(look, Seen):
                 view.saw(look)
-            elif isinstance(look, Forgot):
-                view.lost = look.text
-            elif isinstance(look, Gone):
-                view.unreached += 1
-                if view.unreached >= _UNREACHED:
-                    view.lost = look.text
-            else:
+                continue
+            if isinstance(look, Silent):
                 self._silent(view, look)
-            if view.lost:
+                continue
+            view.unreached += 1
+            if isinstance(look, Forgot) or view.unreached >= _UNREACHED:
+                view.lost = look.text
                 order.drop(server)
 
     def _silent(self, view: View, look: Silent) -> None:
@@ -467,9 +466,10 @@ class Front:
             view.lost = f"{look.text}, for {SILENT_S:g} s"
 
     def _raise_lost(self, order: Order) -> None:
+        follows = [f"{view.stage}: {view.error}" for view in order.views if view.status == FAILED and view.error]
         for view in order.views:
             if view.lost:
-                raise _Lost(view.stage, view.lost)
+                raise _Lost(view.stage, "; ".join([view.lost, *follows]))
 
     def _forsake(self, order: Order) -> None:
         """Have the servers give up what they have of a request that goes on elsewhere; nobody waits for it."""

@@ -63,7 +63,7 @@ class View:
     def told(self, task_id: str) -> dict[str, Any]:
         return {
             "url": self.server.url if self.server else None,
-            "task_id": task_id,
+            "task_id": task_id if self.server else None,
             "status": self.status,
             "error": self.error or self.lost or None,
         }
@@ -115,13 +115,17 @@ class Order:
         """Begin under another id, and return the body for the servers."""
         assert self._fields is not None, "the body is forgotten at the end"
         self.wire_id = wire_id
-        self.views = tuple(View(view.stage) for view in self.views)
-        self.state, self.stage = PENDING, ""
+        self.reset()
         fields = {**self._fields, "task_id": wire_id}
         if wire_id != self.id:
             # Else the file has the new id's name, whose ".2" the host would take for its kind.
             fields["save_result_path"] = self.save_result_path
         return json.dumps(fields).encode()
+
+    def reset(self) -> None:
+        """Be as no stage has it."""
+        self.views = tuple(View(view.stage) for view in self.views)
+        self.state, self.stage = PENDING, ""
 
     def hold(self, server: Server) -> None:
         """Note that a server has the task, or may have it."""

@@ -16,7 +16,7 @@ import httpx
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -57,31 +57,31 @@ def application(make: Callable[[], Front]) -> Starlette:
         async def create(request: Request) -> Response:
             made[0].door()
             fields, size = await _json(request)
-            return JSONResponse(await made[0].create(path, fields, size))
+            return _said(await made[0].create(path, fields, size))
 
         return create
 
     async def tasks(_request: Request) -> Response:
-        return JSONResponse(made[0].all())
+        return _said(made[0].all())
 
     async def queue(_request: Request) -> Response:
-        return JSONResponse(made[0].queue())
+        return _said(made[0].queue())
 
     async def status(request: Request) -> Response:
-        return JSONResponse(made[0].status(request.path_params["task_id"]))
+        return _said(made[0].status(request.path_params["task_id"]))
 
     async def result(request: Request) -> Response:
         return _Passed(await made[0].result(request.path_params["task_id"]))
 
     async def cancel(request: Request) -> Response:
-        return JSONResponse(await made[0].cancel(request.path_params["task_id"]))
+        return _said(await made[0].cancel(request.path_params["task_id"]))
 
     async def cancel_all(_request: Request) -> Response:
-        return JSONResponse(await made[0].cancel_all())
+        return _said(await made[0].cancel_all())
 
     async def health(_request: Request) -> Response:
         code, body = await made[0].health()
-        return JSONResponse(body, code)
+        return _said(body, code)
 
     async def metrics(_request: Request) -> Response:
         return Response(made[0].metrics(), media_type="text/plain; version=0.0.4")
@@ -116,18 +116,23 @@ def application(make: Callable[[], Front]) -> Starlette:
     )
 
 
+def _said(content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    # Escaped: what a server or client said may hold what UTF-8 cannot.
+    return Response(json.dumps(content), status, headers, media_type="application/json")
+
+
 async def _answer(request: Request, handler: Handler) -> Response:
     """Answer, and tell every failure in the host's form."""
     try:
         return await handler(request)
     except FrontError as exc:
         headers = None if exc.retry_after_s is None else {"Retry-After": str(max(1, round(exc.retry_after_s)))}
-        return JSONResponse(exc.body(), exc.status, headers=headers)
+        return _said(exc.body(), exc.status, headers=headers)
     except ClientDisconnect:
         return Response(status_code=_CLIENT_GONE)
     except Exception as exc:
         logger.exception("%s %s failed", request.method, request.url.path)
-        return JSONResponse({"detail": f"{type(exc).__name__}: {exc}"}, 500)
+        return _said({"detail": f"{type(exc).__name__}: {exc}"}, 500)
 
 
 class _Passed(Response):  # type: ignore[misc]
@@ -179,7 +184,7 @@ async def _gone(receive: Receive) -> None:
 async def _no_route(request: Request, exc: Exception) -> Response:
     status = exc.status_code if isinstance(exc, HTTPException) else 500
     text = f"{request.method} {request.url.path}: {getattr(exc, 'detail', exc)}; the front has the routes of tasks only"
-    return JSONResponse({"detail": text}, status, headers=getattr(exc, "headers", None))
+    return _said({"detail": text}, status, headers=getattr(exc, "headers", None))
 
 
 async def _json(request: Request) -> tuple[dict[str, Any], int]:

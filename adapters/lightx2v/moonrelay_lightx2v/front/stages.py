@@ -123,7 +123,11 @@ class Silent:
 
 
 class _NotReached(Exception):
-    """No connection: the server has seen nothing of the call."""
+    """No connection: the server has seen nothing of the call. ``slow`` where it was not refused either."""
+
+    def __init__(self, text: str, *, slow: bool) -> None:
+        super().__init__(text)
+        self.slow = slow
 
 
 class _NoAnswer(Exception):
@@ -207,7 +211,8 @@ class Servers:
         try:
             status, raw = await self._call("GET", server, f"/v1/tasks/{quote(task_id, safe='')}/status", LOOK_S)
         except _NotReached as exc:
-            return Gone(text=f"{server} cannot be reached: {exc}")
+            # Where nobody refuses, the network or a busy machine may be what is slow.
+            return (Silent if exc.slow else Gone)(text=f"{server} cannot be reached: {exc}")
         except _NoAnswer as exc:
             return Silent(text=f"{server} does not answer: {exc}")
         if status == 404:
@@ -285,7 +290,7 @@ class Servers:
                             break
         except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
             self._out(server)
-            raise _NotReached(_said(exc)) from exc
+            raise _NotReached(_said(exc), slow=isinstance(exc, httpx.ConnectTimeout)) from exc
         except TimeoutError as exc:
             message = f"nothing in {timeout_s:g} s"
             raise _NoAnswer(message) from exc
