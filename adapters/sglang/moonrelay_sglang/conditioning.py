@@ -11,24 +11,21 @@ says nothing of weights, types and templates, since it is compared within one pr
 
 from __future__ import annotations
 
-import enum
-import hashlib
 import importlib
 import logging
 import re
-import struct
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, is_dataclass
-from types import FunctionType
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+from moonrelay.cache.keys import IncompleteKey, canonical, digest_of
 from moonrelay.errors import ConfigError, PluginError
 from moonrelay_sglang import config as settings
 from moonrelay_sglang.config import SglangConfig
 
 logger = logging.getLogger(__name__)
 
-_KEY_VERSION: Final = "moonrelay.condition/1"
+_KEY_VERSION: Final = "moonrelay.condition/2"
 #: The host's class. Its subclasses read more of a request than its fingerprint has, so they are left alone.
 _STAGE: Final = "sglang.multimodal_gen.runtime.pipelines_core.stages.text_encoding.TextEncodingStage"
 #: Where what was found out of a stage hangs on it.
@@ -77,13 +74,14 @@ class ConditionKey:
     request: tuple[object, ...]
     digest: str
 
+    @property
+    def label(self) -> Mapping[str, str]:
+        """What may be shown of it: the weights, never the prompt."""
+        return {"encoder": f"{self.encoder}@{self.revision}"}
+
 
 #: Called with a key and what encodes; returns what that returned, now or earlier. As `EmbeddingCache.get_or_encode`.
 Hook: TypeAlias = Callable[[ConditionKey, Callable[[], Mapping[str, object]]], Mapping[str, object]]
-
-
-class IncompleteKey(Exception):
-    """Something that decides the bytes is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,7 @@ def key_of(
     Args:
         encoder: See `ConditionKey`.
         revision: See `ConditionKey`.
-        made_by: See `ConditionKey`; in plain form, as `canonical` makes it.
+        made_by: See `ConditionKey`; in plain form, as `moonrelay.cache.keys.canonical` makes it.
         fingerprint: The host's, of the request.
     """
     try:
@@ -148,11 +146,8 @@ def key_of(
     except IncompleteKey as exc:
         logger.debug("no key for a condition: %s", exc)
         return None
-    seen = hashlib.blake2b(digest_size=32)
-    _feed(seen, [_KEY_VERSION, encoder, revision, made_by, request])
-    return ConditionKey(
-        encoder=encoder, revision=revision, made_by=made_by, request=tuple(request), digest=seen.hexdigest()
-    )
+    digest = digest_of(_KEY_VERSION, encoder, revision, made_by, request)
+    return ConditionKey(encoder=encoder, revision=revision, made_by=made_by, request=tuple(request), digest=digest)
 
 
 def identity_of(server_args: Any, config: SglangConfig) -> tuple[str, str] | None:
@@ -193,31 +188,6 @@ def named(path: str) -> Callable[[], Hook]:
         raise ConfigError(message, field="condition_hook")
     made: Callable[[], Hook] = make
     return made
-
-
-def canonical(value: Any) -> Any:
-    """Return a value in plain form, such that equal forms are equal values.
-
-    Raises:
-        IncompleteKey: What the value is cannot be said completely.
-    """
-    if value is None or type(value) in (bool, int, float, str, bytes):
-        return value
-    if type(value) in (list, tuple):
-        return [canonical(item) for item in value]
-    if isinstance(value, Mapping):
-        return {"mapping": _sorted([canonical(name), canonical(part)] for name, part in value.items())}
-    if isinstance(value, (set, frozenset)):
-        return {"set": _sorted(canonical(item) for item in value)}
-    if isinstance(value, enum.Enum):
-        return {"enum": _name(type(value)), "member": value.name}
-    if isinstance(value, type):
-        return {"class": _name(value)}
-    if isinstance(value, FunctionType) and value.__closure__ is None and "<lambda>" not in value.__qualname__:
-        return {"function": _name(value)}
-    if is_dataclass(value):
-        return {"class": _name(type(value)), "of": canonical(dict(vars(value)))}
-    return _by_content(value)
 
 
 # -- inside -----------------------------------------------------------------------------------------------------------
@@ -318,50 +288,6 @@ def _seen(part: object) -> Any:
 
 def _name(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _sorted(parts: Iterable[Any]) -> list[Any]:
-    return sorted(parts, key=repr)
-
-
-def _by_content(value: Any) -> dict[str, Any]:
-    import torch
-
-    if isinstance(value, (torch.dtype, torch.device)):
-        return {type(value).__name__: str(value)}
-    if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized and not value.is_meta:
-        flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        content: Any = flat.view(torch.uint8).numpy()
-        digest = hashlib.blake2b(content, digest_size=32).hexdigest()
-        return {"tensor": str(value.dtype), "shape": list(value.shape), "of": digest}
-    message = f"a {_name(type(value))} decides bytes in a way that is not known"
-    raise IncompleteKey(message)
-
-
-def _feed(seen: Any, value: Any) -> None:
-    """Feed a canonical value so that no two different ones feed the same bytes."""
-    if isinstance(value, dict):
-        _item(seen, b"d", str(len(value)).encode())
-        for name, part in value.items():
-            _feed(seen, name)
-            _feed(seen, part)
-    elif isinstance(value, list):
-        _item(seen, b"l", str(len(value)).encode())
-        for part in value:
-            _feed(seen, part)
-    elif isinstance(value, str):
-        _item(seen, b"s", value.encode("utf-8", "surrogatepass"))
-    elif isinstance(value, bytes):
-        _item(seen, b"b", value)
-    elif isinstance(value, float):
-        _item(seen, b"f", struct.pack("<d", value))
-    else:
-        _item(seen, type(value).__name__.encode(), repr(value).encode())
-
-
-def _item(seen: Any, kind: bytes, data: bytes) -> None:
-    seen.update(b"%d:%s%d:" % (len(kind), kind, len(data)))
-    seen.update(data)
 
 
 def _own(value: Any, device: Any) -> Any:

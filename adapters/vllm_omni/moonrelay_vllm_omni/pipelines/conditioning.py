@@ -8,17 +8,16 @@ called without arguments, is called with a `ConditionKey` and a function that en
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
 import logging
 import re
-import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Final, TypeAlias
 
+from moonrelay.cache.keys import IncompleteKey, canonical, digest_of
 from moonrelay.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ HOOK: Final = "condition_hook"
 ENCODER: Final = "encoder"
 REVISION: Final = "encoder_revision"
 
-_KEY_VERSION: Final = "moonrelay.condition/1"
+_KEY_VERSION: Final = "moonrelay.condition/2"
 _METHOD: Final = "encode_prompt"
 #: Arguments that are the prompt's text, for which one text and a list of one are the same.
 _TEXTS: Final = ("prompt", "negative_prompt")
@@ -60,13 +59,14 @@ class ConditionKey:
     arguments: Mapping[str, object]
     digest: str
 
+    @property
+    def label(self) -> Mapping[str, str]:
+        """What may be shown of it: the weights, never the prompt."""
+        return {"encoder": f"{self.encoder}@{self.revision}"}
+
 
 #: Called with a key and what encodes; returns what that returned, now or earlier. As `EmbeddingCache.get_or_encode`.
 Hook: TypeAlias = Callable[[ConditionKey, Callable[[], object]], object]
-
-
-class _Incomplete(Exception):
-    """Something that decides the bytes is not known."""
 
 
 def install_from(od_config: Any, pipeline: Any, made_by: Mapping[str, object]) -> None:
@@ -155,18 +155,17 @@ def key_of(
     if any("embeds" in name and value is not None for name, value in arguments.items()):
         return None  # encoded already
     try:
-        made = _canonical(made_by)
+        made = canonical(made_by, plain=True)
         named = {
-            name: _canonical([value] if name in _TEXTS and isinstance(value, str) else value)
+            name: canonical([value] if name in _TEXTS and isinstance(value, str) else value, plain=True)
             for name, value in sorted(arguments.items())
             if name not in _NO_MATTER
         }
-    except _Incomplete as exc:
+    except IncompleteKey as exc:
         logger.debug("no key for a condition: %s", exc)
         return None
-    seen = hashlib.blake2b(digest_size=32)
-    _feed(seen, [_KEY_VERSION, encoder, revision, made, named])
-    return ConditionKey(encoder=encoder, revision=revision, made_by=made, arguments=named, digest=seen.hexdigest())
+    digest = digest_of(_KEY_VERSION, encoder, revision, made, named)
+    return ConditionKey(encoder=encoder, revision=revision, made_by=made, arguments=named, digest=digest)
 
 
 def identity_of(od_config: Any, settings: Mapping[str, str]) -> tuple[str, str] | None:
@@ -223,72 +222,6 @@ def _made(path: str) -> Hook:
         raise ConfigError(message, field=HOOK)
     made: Hook = hook
     return made
-
-
-def _canonical(value: Any) -> Any:
-    """Return a value in plain form, such that equal forms are equal values.
-
-    Raises:
-        _Incomplete: What the value is cannot be said completely.
-    """
-    if value is None or type(value) in (bool, int, float, str, bytes):
-        return value
-    if type(value) in (list, tuple):
-        return [_canonical(item) for item in value]
-    if isinstance(value, Mapping):
-        if not all(type(name) is str for name in value):
-            message = "a mapping's name is no text"
-            raise _Incomplete(message)
-        return {name: _canonical(value[name]) for name in sorted(value)}
-    return _by_content(value)
-
-
-def _by_content(value: Any) -> dict[str, Any]:
-    import torch
-
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value)}
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_quantized and not value.is_meta:
-        flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        return {"tensor": str(value.dtype), "shape": list(value.shape), "of": _digest(flat.view(torch.uint8).numpy())}
-    if kind == "numpy.ndarray" and not value.dtype.hasobject:
-        return {"array": value.dtype.str, "shape": list(value.shape), "of": _digest(value.tobytes())}
-    if kind == "PIL.Image.Image":
-        palette = value.getpalette()
-        return {"picture": value.mode, "size": list(value.size), "palette": palette, "of": _digest(value.tobytes())}
-    message = f"a {kind} decides bytes in a way that is not known"
-    raise _Incomplete(message)
-
-
-def _digest(data: Any) -> str:
-    return hashlib.blake2b(data, digest_size=32).hexdigest()
-
-
-def _feed(seen: Any, value: Any) -> None:
-    """Feed a canonical value so that no two different ones feed the same bytes."""
-    if isinstance(value, dict):
-        _item(seen, b"d", str(len(value)).encode())
-        for name, part in value.items():
-            _feed(seen, name)
-            _feed(seen, part)
-    elif isinstance(value, list):
-        _item(seen, b"l", str(len(value)).encode())
-        for part in value:
-            _feed(seen, part)
-    elif isinstance(value, str):
-        _item(seen, b"s", value.encode("utf-8", "surrogatepass"))
-    elif isinstance(value, bytes):
-        _item(seen, b"b", value)
-    elif isinstance(value, float):
-        _item(seen, b"f", struct.pack("<d", value))
-    else:
-        _item(seen, type(value).__name__.encode(), repr(value).encode())
-
-
-def _item(seen: Any, kind: bytes, data: bytes) -> None:
-    seen.update(b"%d:%s%d:" % (len(kind), kind, len(data)))
-    seen.update(data)
 
 
 def _own(value: Any, device: object) -> Any:
