@@ -27,7 +27,7 @@ HOSTS = {
     "moonrelay_diffusers": ("diffusers", "transformers", "accelerate", "tokenizers"),
     "moonrelay_vllm_omni": ("vllm", "vllm_omni"),
     "moonrelay_sglang": ("sglang",),
-    "moonrelay_lightx2v": ("lightx2v",),
+    "moonrelay_lightx2v": ("lightx2v", "lightx2v_platform"),
 }
 ALL_HOSTS = {module for modules in HOSTS.values() for module in modules}
 #: Never imported when a module of the core is.

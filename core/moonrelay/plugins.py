@@ -71,6 +71,7 @@ BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
                 "diffusers": "moonrelay_diffusers.plugin:DiffusersAdapter",
                 "vllm-omni": "moonrelay_vllm_omni.plugin:VllmOmniAdapter",
                 "sglang": "moonrelay_sglang.plugin:SglangAdapter",
+                "lightx2v": "moonrelay_lightx2v.plugin:Lightx2vAdapter",
             }
         ),
         OBSERVERS: MappingProxyType({"metrics": "moonrelay.metrics:Metrics"}),

@@ -286,101 +286,116 @@ def native_mixin() -> type:
     return DisaggMixin
 
 
-class BaseRunner:
-    """What all runners have; its ``__init_subclass__`` wraps ``run_pipeline`` and ``init_modules`` of each subclass."""
+def base_runner() -> type[Any]:
+    """Return a new class that all runners are made of."""
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        self.input_info: Any = None
-        self.inputs: Any = None
-        self.model: Any = None
-        #: ``text_encoder``, ``dit`` or ``vae``: that part raises.
-        self.fails_at = ""
-        #: Requests that came to their end.
-        self.finished = 0
+    class BaseRunner:
+        """What all runners have; its ``__init_subclass__`` wraps the ``run_pipeline`` of each subclass."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        run = cls.__dict__.get("run_pipeline")
-        if run is not None and not getattr(run, "_gc_freeze_wrapped", False):
+        def __init__(self, config: Any) -> None:
+            self.config = config
+            self.input_info: Any = None
+            self.inputs: Any = None
+            self.model: Any = None
+            #: ``text_encoder``, ``dit`` or ``vae``: that part raises.
+            self.fails_at = ""
+            #: Requests that came to their end.
+            self.finished = 0
 
-            @functools.wraps(run)
-            def run_pipeline(self: Any, *args: Any, **kwargs: Any) -> Any:
-                result = run(self, *args, **kwargs)
-                self.finished += 1
-                return result
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            run = cls.__dict__.get("run_pipeline")
+            if run is not None and not getattr(run, "_gc_freeze_wrapped", False):
 
-            run_pipeline._gc_freeze_wrapped = True  # type: ignore[attr-defined]
-            cls.run_pipeline = run_pipeline  # type: ignore[attr-defined]
+                @functools.wraps(run)
+                def run_pipeline(self: Any, *args: Any, **kwargs: Any) -> Any:
+                    result = run(self, *args, **kwargs)
+                    self.finished += 1
+                    return result
 
-    def apply_disagg_request_overrides(self, config_modify: Any) -> None:
-        settings = self.config.get("disagg_config")
-        if not self.config.get("disagg_mode") or not isinstance(settings, dict):
-            return
-        with self.config.temporarily_unlocked():
-            for key in ("data_bootstrap_room", "disagg_bootstrap_room"):
-                if config_modify.get(key) is not None:
-                    self.config["data_bootstrap_room"] = int(config_modify[key])
-            for key, name in (
-                ("disagg_bootstrap_room", "bootstrap_room"),
-                ("disagg_decoder_bootstrap_room", "decoder_bootstrap_room"),
-                ("disagg_phase1_receiver_engine_rank", "receiver_engine_rank"),
-            ):
-                if config_modify.get(key) is not None:
-                    settings[name] = int(config_modify[key])
+                run_pipeline._gc_freeze_wrapped = True  # type: ignore[attr-defined]
+                cls.run_pipeline = run_pipeline  # type: ignore[attr-defined]
 
-    def _may_fail(self, part: str) -> None:
-        if self.fails_at == part:
-            raise RuntimeError(f"planted failure of the {part}")
+        def apply_disagg_request_overrides(self, config_modify: Any) -> None:
+            settings = self.config.get("disagg_config")
+            if not self.config.get("disagg_mode") or not isinstance(settings, dict):
+                return
+            with self.config.temporarily_unlocked():
+                for key in ("data_bootstrap_room", "disagg_bootstrap_room"):
+                    if config_modify.get(key) is not None:
+                        self.config["data_bootstrap_room"] = int(config_modify[key])
+                for key, name in (
+                    ("disagg_bootstrap_room", "bootstrap_room"),
+                    ("disagg_decoder_bootstrap_room", "decoder_bootstrap_room"),
+                    ("disagg_phase1_receiver_engine_rank", "receiver_engine_rank"),
+                ):
+                    if config_modify.get(key) is not None:
+                        settings[name] = int(config_modify[key])
 
+        def _may_fail(self, part: str) -> None:
+            if self.fails_at == part:
+                raise RuntimeError(f"planted failure of the {part}")
 
-class DefaultRunner(BaseRunner):
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.config["use_prompt_enhancer"] = False
-        self.init_scheduler()
-
-    def init_scheduler(self) -> None:
-        self.scheduler: Any = NullScheduler() if self.config.get("disagg_mode") == "decode" else Scheduler(self.config)
-
-    def init_modules(self) -> None:
-        role = self.config.get("disagg_mode")
-        two_stages = self.config.get("disagg_config", {}).get("decoder_engine_rank") is None
-        self.text_encoders = [TextEncoder()] if role in (None, "encoder") else None
-        self.model = Dit() if role in (None, "transformer") else None
-        self.vae_decoder = VaeDecoder() if role in (None, "decode") or (role == "transformer" and two_stages) else None
-        if self.model is not None:
-            self.model.set_scheduler(self.scheduler)
-        self.config.lock()
-
-    def set_config(self, config_modify: Mapping[str, Any]) -> None:
-        with self.config.temporarily_unlocked():
-            self.config.update(config_modify)
-
-    def run_segment(self) -> torch.Tensor:
-        for _ in range(self.model.scheduler.infer_steps):
-            self._may_fail("dit")
-            self.model.infer(self.inputs)
-        latents: torch.Tensor = self.model.scheduler.latents
-        return latents
-
-    def end_run(self) -> None:
-        (self.model.scheduler if self.model is not None else self.scheduler).clear()
-        self.inputs = None
-        self.input_info = None
-
-    def _save(self, made: torch.Tensor, request: InputInfo) -> torch.Tensor | None:
-        if request.return_result_tensor:
-            return made
-        if request.save_result_path:
-            Path(request.save_result_path).write_bytes(made.contiguous().numpy().tobytes())
-        return None
+    return BaseRunner
 
 
-def runners(mixin: type) -> tuple[type[Any], type[Any]]:
+def default_runner(base: type) -> type[Any]:
+    """Return a new class of the runners that hand over, over their base."""
+
+    class DefaultRunner(base):  # type: ignore[misc,valid-type]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.config["use_prompt_enhancer"] = False
+            self.init_scheduler()
+
+        def init_scheduler(self) -> None:
+            self.scheduler: Any = (
+                NullScheduler() if self.config.get("disagg_mode") == "decode" else Scheduler(self.config)
+            )
+
+        def init_modules(self) -> None:
+            role = self.config.get("disagg_mode")
+            two_stages = self.config.get("disagg_config", {}).get("decoder_engine_rank") is None
+            self.text_encoders = [TextEncoder()] if role in (None, "encoder") else None
+            self.model = Dit() if role in (None, "transformer") else None
+            self.vae_decoder = (
+                VaeDecoder() if role in (None, "decode") or (role == "transformer" and two_stages) else None
+            )
+            if self.model is not None:
+                self.model.set_scheduler(self.scheduler)
+            self.config.lock()
+
+        def set_config(self, config_modify: Mapping[str, Any]) -> None:
+            with self.config.temporarily_unlocked():
+                self.config.update(config_modify)
+
+        def run_segment(self) -> torch.Tensor:
+            for _ in range(self.model.scheduler.infer_steps):
+                self._may_fail("dit")
+                self.model.infer(self.inputs)
+            latents: torch.Tensor = self.model.scheduler.latents
+            return latents
+
+        def end_run(self) -> None:
+            (self.model.scheduler if self.model is not None else self.scheduler).clear()
+            self.inputs = None
+            self.input_info = None
+
+        def _save(self, made: torch.Tensor, request: InputInfo) -> torch.Tensor | None:
+            if request.return_result_tensor:
+                return made
+            if request.save_result_path:
+                Path(request.save_result_path).write_bytes(made.contiguous().numpy().tobytes())
+            return None
+
+    return DefaultRunner
+
+
+def runners(mixin: type, default: type | None = None) -> tuple[type[Any], type[Any]]:
     """Return new classes ``WanRunner`` and ``QwenImageRunner`` over a mixin: the native one, or ours."""
+    default = default_runner(base_runner()) if default is None else default
 
-    class WanRunner(mixin, DefaultRunner):  # type: ignore[misc,valid-type]
+    class WanRunner(mixin, default):  # type: ignore[misc,valid-type]
         def init_modules(self) -> None:
             if self.config.get("disagg_mode"):
                 self.init_disagg(self.config)
@@ -457,7 +472,7 @@ def runners(mixin: type) -> tuple[type[Any], type[Any]]:
             self.end_run()
             return made
 
-    class QwenImageRunner(mixin, DefaultRunner):  # type: ignore[misc,valid-type]
+    class QwenImageRunner(mixin, default):  # type: ignore[misc,valid-type]
         def init_modules(self) -> None:
             if self.config.get("disagg_mode"):
                 self.init_disagg(self.config)
@@ -640,14 +655,16 @@ DisaggMixin = lightx2v_double.native_mixin()
 _RUNNER = """
 import lightx2v_double
 from lightx2v.disagg.disagg_mixin import DisaggMixin
-{name} = lightx2v_double.runners(DisaggMixin)[{place}]
+from lightx2v.models.runners.default_runner import DefaultRunner
+{name} = lightx2v_double.runners(DisaggMixin, DefaultRunner)[{place}]
 {name}.__module__ = __name__
 """
 _PROGRAM = """
 import json, sys
 from lightx2v.models.runners.wan.wan_runner import WanRunner
-print(json.dumps({{"program": "{program}", "name": __name__, "argv": sys.argv, "loaded": WanRunner.__mro__[1].__name__,
-    "mixin": [cls.__module__ + "." + cls.__name__ for cls in WanRunner.__mro__ if cls.__name__ == "DisaggMixin"]}}))
+if __name__ == "__main__":
+    mixin = [cls.__module__ + "." + cls.__name__ for cls in WanRunner.__mro__ if cls.__name__ == "DisaggMixin"]
+    print(json.dumps({{"program": "{program}", "argv": sys.argv, "mixin": mixin}}))
 """
 
 #: Path to text; `lightx2v.__init__` loads the plugins first, then everything.
@@ -672,8 +689,12 @@ TREE: Mapping[str, str] = {
     "lightx2v/disagg/disagg_mixin.py": _MIXIN,
     "lightx2v/models/__init__.py": "",
     "lightx2v/models/runners/__init__.py": "",
-    "lightx2v/models/runners/base_runner.py": "from lightx2v_double import BaseRunner\n",
-    "lightx2v/models/runners/default_runner.py": "from lightx2v_double import DefaultRunner\n",
+    "lightx2v/models/runners/base_runner.py": "import lightx2v_double\nBaseRunner = lightx2v_double.base_runner()\n",
+    "lightx2v/models/runners/default_runner.py": (
+        "import lightx2v_double\n"
+        "from lightx2v.models.runners.base_runner import BaseRunner\n"
+        "DefaultRunner = lightx2v_double.default_runner(BaseRunner)\n"
+    ),
     "lightx2v/models/runners/wan/__init__.py": "",
     "lightx2v/models/runners/wan/wan_runner.py": _RUNNER.format(name="WanRunner", place=0),
     "lightx2v/models/runners/qwen_image/__init__.py": "",
