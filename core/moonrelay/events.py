@@ -39,6 +39,12 @@ EventName = Literal[
     "cache_stored",
     "cache_evicted",
     "cache_trouble",
+    "checkpoint_saved",
+    "checkpoint_skipped",
+    "checkpoint_resumed",
+    "checkpoint_refused",
+    "checkpoint_dropped",
+    "checkpoint_failed",
 ]
 EVENT_NAMES: Final[tuple[str, ...]] = get_args(EventName)
 
@@ -64,6 +70,12 @@ _LEVELS: Final[Mapping[str, int]] = MappingProxyType(
         "cache_stored": logging.DEBUG,
         "cache_evicted": logging.DEBUG,
         "cache_trouble": logging.WARNING,
+        "checkpoint_saved": logging.DEBUG,
+        "checkpoint_skipped": logging.INFO,
+        "checkpoint_resumed": logging.INFO,
+        "checkpoint_refused": logging.WARNING,
+        "checkpoint_dropped": logging.DEBUG,
+        "checkpoint_failed": logging.WARNING,
     }
 )
 
@@ -191,6 +203,30 @@ class ObserverSpec:
     @_hookspec
     def moonrelay_cache_trouble(self, event: Event) -> None:
         """An entry was damaged or foreign, or the store did not serve; the request went on. ``reason`` is given."""
+
+    @_hookspec
+    def moonrelay_checkpoint_saved(self, event: Event) -> None:
+        """A denoising loop's state is whole in the store; ``step``, ``nbytes`` and ``duration_s`` are given."""
+
+    @_hookspec
+    def moonrelay_checkpoint_skipped(self, event: Event) -> None:
+        """A checkpoint was due and not taken, because the one before was still under way."""
+
+    @_hookspec
+    def moonrelay_checkpoint_resumed(self, event: Event) -> None:
+        """A run goes on after ``step``, from a checkpoint."""
+
+    @_hookspec
+    def moonrelay_checkpoint_refused(self, event: Event) -> None:
+        """A checkpoint was found and not used; ``reason`` is given, and ``field`` where one differs."""
+
+    @_hookspec
+    def moonrelay_checkpoint_dropped(self, event: Event) -> None:
+        """A checkpoint was removed; ``reason`` says why."""
+
+    @_hookspec
+    def moonrelay_checkpoint_failed(self, event: Event) -> None:
+        """A checkpoint could not be saved, looked for or removed; the job went on. ``reason`` is given."""
 
 
 Observer = Callable[[Event], object]

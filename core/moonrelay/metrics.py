@@ -52,9 +52,11 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 )
 
 #: Events that count as errors, and those whose bytes are counted.
-_ERRORS: Final = frozenset({"failed", "retried", "fallback", "cache_trouble"})
+_ERRORS: Final = frozenset(
+    {"failed", "retried", "fallback", "cache_trouble", "checkpoint_failed", "checkpoint_refused"}
+)
 _MOVES: Final = frozenset(
-    {"published", "staged", "spilled", "delivered", "cache_hit", "cache_stored", "cache_evicted"},
+    {"published", "staged", "spilled", "delivered", "cache_hit", "cache_stored", "cache_evicted", "checkpoint_saved"},
 )
 
 Labels = tuple[tuple[str, str], ...]
