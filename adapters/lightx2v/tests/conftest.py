@@ -12,8 +12,8 @@ from pathlib import Path
 
 import lightx2v_model
 import pytest
-from lightx2v_cluster import Monolith, Outcome
 from lightx2v_cpu.install import place
+from lightx2v_right import Right
 
 HOST_IS_THERE = find_spec("lightx2v") is not None
 MISSING = "lightx2v cannot be imported here; run MOONRELAY_LIGHTX2V_PYTHON=<a python that can> nox -s lightx2v"
@@ -43,28 +43,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def wan(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny text-to-video model."""
     return lightx2v_model.build(tmp_path_factory.mktemp("lightx2v-model") / "wan", environment)
-
-
-class Right:
-    """The undivided host's answers, each asked for once; its server starts with the first question."""
-
-    def __init__(self, model: Path, folder: Path, environment: dict[str, str]) -> None:
-        self._server = Monolith(model, folder, environment)
-        self._started = False
-        self._known: dict[str, Outcome] = {}
-
-    def __call__(self, **request: object) -> Outcome:
-        """Return what the undivided host makes of a request."""
-        key = repr(sorted(request.items()))
-        if key not in self._known:
-            if not self._started:
-                self._server.start()
-                self._started = True
-            self._known[key] = self._server.ask(**request)
-        return self._known[key]
-
-    def end(self) -> None:
-        self._server.end()
 
 
 @pytest.fixture(scope="session")

@@ -87,6 +87,13 @@ _PORTS = range(10_000, 17_000)
 _RANKS = {"encoder": 0, "transformer": 1, "decode": 2}
 
 
+def host_environment(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Return the whole environment of a process of the host's, with the file that its own transfer reads."""
+    mooncake = folder / "mooncake.json"
+    mooncake.write_text(json.dumps(MOONCAKE))
+    return {**os.environ, **ENVIRONMENT, **environment, "MOONCAKE_CONFIG_PATH": str(mooncake)}
+
+
 class NotStarted(Exception):
     """A process ended, or was not ready in time."""
 
@@ -263,9 +270,7 @@ class _Deployment:
         self._two_stages = bool(roles) and "decode" not in roles
         self._keys, self._config, self._variables = keys or {}, config or {}, variables or {}
         self._said = ["--model_cls", model_cls, "--task", task, "--model_path", str(model.resolve())]
-        mooncake = folder / "mooncake.json"
-        mooncake.write_text(json.dumps(MOONCAKE))
-        self._environment = {**os.environ, **ENVIRONMENT, **environment, "MOONCAKE_CONFIG_PATH": str(mooncake)}
+        self._environment = host_environment(environment, folder)
         for name in roles or ("all-in-one",):
             path = self._write_json(name)
             self.processes[name] = self._process(name, [*self._said, "--config_json", str(path)])
@@ -437,6 +442,11 @@ class Cluster(_Deployment):
         self.processes[name].kill()
         self.processes[name].start()
         self.wait_ready(name)
+
+    def afresh(self) -> Self:
+        """Kill all and start all anew, as if nothing had been."""
+        self.end()
+        return self.start()
 
     def stop(self, name: str) -> None:
         """SIGSTOP."""

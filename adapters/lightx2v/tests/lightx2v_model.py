@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ def build(folder: Path, environment: Mapping[str, str]) -> Path:
     """
     command = [sys.executable, __file__, str(folder)]
     made = subprocess.run(
-        command, env=dict(environment), timeout=_TIMEOUT_S, check=False, capture_output=True, text=True
+        command, env={**os.environ, **environment}, timeout=_TIMEOUT_S, check=False, capture_output=True, text=True
     )
     if made.returncode != 0:
         message = f"no model: {made.stderr[-2000:]}"

@@ -36,7 +36,9 @@ def register() -> None:
 
     PLATFORM_DEVICE_REGISTER("cpu")(Cpu)
     shims.apply()
-    mended = {"lightx2v.models.networks.base_model": _weights_where_they_are_used}
+    mended: dict[str, Callable[[Any], None]] = {
+        "lightx2v.models.networks.base_model": _weights_where_they_are_used,
+    }
     if os.environ.get(TINY) == "1":
         mended["lightx2v.models.input_encoders.hf.wan.t5.model"] = _tiny_text_encoder
         mended["lightx2v.models.video_encoders.hf.wan.vae"] = _tiny_vae

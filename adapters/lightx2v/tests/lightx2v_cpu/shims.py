@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -22,8 +23,7 @@ def apply() -> None:
 
 def define_operators() -> None:
     """Define the operators that torchvision's binary part would bring, were this the torch it was built with."""
-    import torch
-
+    torch: Any = importlib.import_module("torch")
     if hasattr(torch.ops.torchvision, "nms"):
         return
     library = torch.library.Library("torchvision", "FRAGMENT")
@@ -48,7 +48,7 @@ def stand_in_for_torchaudio() -> None:
 
 def extend_torch() -> None:
     """The host calls ``torch.<device>`` as if it were ``torch.cuda``, and ``torch.cuda`` on every device."""
-    import torch
+    torch: Any = importlib.import_module("torch")
 
     def nothing(*_args: Any, **_more: Any) -> int:
         return 0

@@ -1,0 +1,27 @@
+"""``python -m lightx2v.infer`` for each role, with the host's own transfer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lightx2v_cluster import OneShot
+from lightx2v_scenarios import RED, run_once
+
+pytestmark = [pytest.mark.lightx2v, pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+EXITS_NOT_IN_S = 10.0
+
+
+def test_the_undivided_host_exits(wan: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    seen = run_once(OneShot(wan, tmp_path, environment, roles=()))
+    assert seen.video
+    assert seen.exit_codes == {"all-in-one": 0}
+
+
+def test_three_roles_make_the_same_video_and_never_exit(wan: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    undivided = run_once(OneShot(wan, tmp_path / "undivided", environment, roles=()))
+    seen = run_once(OneShot(wan, tmp_path / "roles", environment), RED, EXITS_NOT_IN_S)
+    assert seen.video
+    assert seen.video == undivided.video
+    assert seen.exit_codes == {"encoder": None, "transformer": None, "decode": None}
