@@ -3,7 +3,7 @@
 It has the host's routes, words and queue (one task at a time, in order), and does with a task what its prompt says:
 ``encoder: work=0.2; decoder: fail=out of memory``. Words: ``work=S`` seconds, ``fail=TEXT``, ``refuse=STATUS``,
 ``hang`` (until cancelled), ``late=S`` (seconds before its POST is answered), ``size=N`` bytes of the result, ``broken``
-(the result's answer ends in its midst).
+(the result's answer ends in its midst), ``unmeasured`` (it does not say its length).
 """
 
 from __future__ import annotations
@@ -137,6 +137,8 @@ def application(role: Role) -> Any:
             "Content-Disposition": f'attachment; filename="{task["save_result_path"]}"',
             "Content-Length": str(size),
         }
+        if "unmeasured" in plan:
+            del headers["Content-Length"]
         return StreamingResponse(pieces(), media_type="video/mp4", headers=headers)
 
     async def cancel(request: Request) -> Response:

@@ -17,7 +17,7 @@ import pytest
 from lightx2v_front_client import FrontThread
 from lightx2v_front_roles import RoleProcess, free_port, result_of
 
-from moonrelay.clock import SystemClock
+from moonrelay.clock import ManualClock, SystemClock
 from moonrelay_lightx2v.front import orders, routes, stages
 from moonrelay_lightx2v.front.settings import FrontConfig
 
@@ -162,12 +162,13 @@ def test_a_large_result_streams_and_a_client_that_goes_away_harms_nothing(
     assert whole.content == result_of({"prompt": f"decoder: size={size}", "seed": 1}, size)
 
 
+@pytest.mark.parametrize("words", ["", ",unmeasured"])
 def test_a_result_that_breaks_off_at_the_server_breaks_off_at_the_client(
-    roles: dict[str, RoleProcess], start: Start, serve: Serve
+    words: str, roles: dict[str, RoleProcess], start: Start, serve: Serve
 ) -> None:
     decoder = start("decoder")
     front = serve(roles["encoder"], roles["transformer"], decoder)
-    task_id = front.post("decoder: size=8000000,broken").json()["task_id"]
+    task_id = front.post(f"decoder: size=8000000,broken{words}").json()["task_id"]
     front.ended(task_id)
     with pytest.raises(httpx.RemoteProtocolError):
         front.http.get(f"/v1/tasks/{task_id}/result")
@@ -246,6 +247,21 @@ def test_a_full_queue_and_another_server(start: Start, roles: dict[str, RoleProc
     assert both.post("x").status_code == 200
 
 
+def test_which_server_is_chosen() -> None:
+    clock = ManualClock()
+    stage = stages.Stage("encoder", ("a", "b", "c"), clock)
+    a, b, c = stage.servers
+    assert [stage.choose() for _ in range(4)] == [a, b, c, a], "of equals the longest unused"
+    a.under_way = c.under_way = 1
+    assert [stage.choose(), stage.choose()] == [b, b], "the one with the fewest requests"
+    b.out_until_s = clock.monotonic() + 5
+    assert stage.choose() is c, "one that was unreachable comes last"
+    assert stage.choose([a, c]) is b, "and comes all the same"
+    assert stage.choose([a, b, c]) is None
+    clock.advance(6)
+    assert stage.choose() is b
+
+
 def test_the_server_with_the_fewest_requests_comes_first(
     start: Start, roles: dict[str, RoleProcess], serve: Serve
 ) -> None:
@@ -321,7 +337,7 @@ def test_a_killed_servers_requests_go_to_the_other_one(
 ) -> None:
     first, second = start("transformer"), start("transformer")
     front = serve(roles["encoder"], roles["decoder"], first, second)
-    plan = "transformer: work=1; decoder: work=3"
+    plan = "transformer: work=1; decoder: work=1"
     ids = [front.post(plan).json()["task_id"] for _ in range(4)]
     first.kill()
     told = [front.ended(task_id) for task_id in ids]
