@@ -44,7 +44,7 @@ _MAX_META_BYTES: Final = 64 << 20
 _NAME: Final = re.compile(
     r"(?P<request>[0-9a-f]{32})/(?P<number>\d{1,9})-(?P<step>\d{1,9})-(?P<kind>[kr])-[0-9a-f]{16}"
 )
-_WHOLE_NAMES: Final = re.compile(r"(?P<checkpoint>.+-[0-9a-f]{16})/(?P<name>c/\d+/\d+|end|tomb|claim/\d+/\d+)")
+_KEY: Final = re.compile(r"(?P<checkpoint>.+-[0-9a-f]{16})/(?P<name>c/\d+/\d+|end|tomb|claim/\d+/\d+)")
 
 
 class Unusable(Exception):
