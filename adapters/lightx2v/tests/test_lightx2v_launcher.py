@@ -163,7 +163,7 @@ def test_the_real_program_starts_with_the_plugin(environment: dict[str, str]) ->
     for module in ("lightx2v.infer", "lightx2v.server"):
         ran = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "moonrelay_lightx2v", module, "--help"],
-            env=environment,
+            env={**os.environ, **environment},
             capture_output=True,
             text=True,
             timeout=300,

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -93,7 +94,14 @@ def test_importing_the_plugin_loads_only_the_standard_library() -> None:
         "import sys; import moonrelay_lightx2v.plugin as plugin; plugin.register();"
         "print([name for name in sys.modules if name.partition('.')[0] in ('moonrelay', 'msgspec', 'zmq', 'torch')])"
     )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert ran.stdout == "[]\n"
 
 
@@ -535,10 +543,11 @@ print(json.dumps({
 def answer(environment: dict[str, str], where: Path | None = None) -> Any:
     """What a process says that imports the host, or the double written into a folder."""
     paths = [] if where is None else [str(where), str(Path(__file__).parent)]
-    path = ":".join([*paths, environment.get("PYTHONPATH", "")])
+    # The checkout's packages are installed, or are on this process's path.
+    path = os.pathsep.join([*paths, environment.get("PYTHONPATH", ""), *filter(None, sys.path)])
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ASK, ",".join(lightx2v_double.INPUTS)],
-        env={**environment, "PYTHONPATH": path},
+        env={**os.environ, **environment, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=300,
@@ -549,10 +558,8 @@ def answer(environment: dict[str, str], where: Path | None = None) -> Any:
 
 
 def test_the_double_answers_as_the_host_is_asked(tmp_path: Path) -> None:
-    import os
-
     folder = lightx2v_double.write_tree(tmp_path, entry_point="moonrelay_lightx2v.plugin:register")
-    said = answer(dict(os.environ), folder)
+    said = answer({}, folder)
     assert said["active"]
     assert said["sections"] == [True, True, 1]
     assert said["wrapped"]
