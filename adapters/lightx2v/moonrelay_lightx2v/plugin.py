@@ -149,7 +149,7 @@ class PostImport(MetaPathFinder):
             spec = self._ask_others(fullname, path, target)
         finally:
             asking.remove(fullname)
-        if spec is not None and spec.loader is not None and not isinstance(spec.loader, _ThenCall):
+        if spec is not None and spec.loader is not None:
             spec.loader = _ThenCall(spec.loader, self._loaded)
         return spec
 

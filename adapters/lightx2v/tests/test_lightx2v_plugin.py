@@ -214,6 +214,22 @@ def test_another_hook_on_the_same_module_works_too(host: Host, first: bool) -> N
         assert other in sys.meta_path
 
 
+def test_two_finders_of_ours_both_do_their_work(host: Host) -> None:
+    """As two threads plant them that register at once, or two plugins that each brought a copy of this."""
+    called: list[str] = []
+
+    def plant() -> None:
+        for name in ("one", "two"):
+            hooks = {plugin.MIXIN_MODULE: lambda module, name=name: called.append(name)}
+            sys.meta_path.insert(0, plugin.PostImport(hooks))
+
+    with host(plugins=(plant,)):
+        there("lightx2v")
+        assert sorted(called) == ["one", "two"]
+        assert planted() == []
+        assert type(there().__spec__.loader) is importlib.machinery.SourceFileLoader
+
+
 def test_a_finder_of_the_old_kind_is_passed_over(host: Host) -> None:
     with host():
         sys.meta_path.append(types.SimpleNamespace())  # type: ignore[arg-type]
