@@ -6,6 +6,7 @@ import gc
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -279,6 +280,28 @@ def test_publishing_from_many_threads(make: Make) -> None:
 
 
 # Closing.
+
+
+def test_a_refusal_that_was_caught_keeps_no_frames(make: Make) -> None:
+    """Frames hold tensors: those of whoever called, too."""
+    producer, consumer = make("encode"), make()
+    handle = producer.publish(payload(latents()))
+    consumer.receive(handle)
+
+    class Held:
+        pass
+
+    def ask() -> weakref.ref[Held]:
+        held = Held()
+        with pytest.raises(LeaseLost):
+            consumer.claim(handle, timeout_s=5.0)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert ask()() is None
+    finally:
+        gc.enable()
 
 
 def test_close_while_a_claim_is_being_asked_for(make: Make) -> None:

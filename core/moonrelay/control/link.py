@@ -195,7 +195,13 @@ class Link:
         resend_at = started + config.retry_s
         while True:
             if waiter.error is not None:
-                raise waiter.error
+                # Kept by nothing that its traceback keeps: else frames, and the tensors in them, would wait for the
+                # garbage collector.
+                error, waiter.error = waiter.error, None
+                try:
+                    raise error
+                finally:
+                    del error
             if waiter.reply is not None:
                 return waiter.reply
             now = clock.monotonic()
