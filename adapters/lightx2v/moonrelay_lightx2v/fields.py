@@ -40,21 +40,7 @@ def on_device(value: Any, device: torch.device | str) -> Any:
     """
     import torch
 
-    target = torch.device(device)
-    moved: dict[int, torch.Tensor] = {}
-
-    def walk(part: Any) -> Any:
-        if isinstance(part, torch.Tensor):
-            if id(part) not in moved:
-                moved[id(part)] = part.to(target)
-            return moved[id(part)]
-        if isinstance(part, dict):
-            return {name: walk(item) for name, item in part.items()}
-        if type(part) in (list, tuple):
-            return type(part)(walk(item) for item in part)
-        return part
-
-    return walk(value)
+    return _moved(value, torch.device(device), {})
 
 
 def nbytes_of(value: Any) -> int:
@@ -68,6 +54,21 @@ def nbytes_of(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return sum(nbytes_of(part) for part in value)
     return 0
+
+
+def _moved(value: Any, target: torch.device, moved: dict[int, torch.Tensor]) -> Any:
+    # No closure that calls itself: it would be a cycle, and keep the tensors until garbage is collected.
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if id(value) not in moved:
+            moved[id(value)] = value.to(target)
+        return moved[id(value)]
+    if isinstance(value, dict):
+        return {name: _moved(part, target, moved) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_moved(part, target, moved) for part in value)
+    return value
 
 
 def _is_size(value: Any) -> bool:

@@ -7,11 +7,12 @@ lives on until it is taken.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,6 +46,8 @@ SCHEMA: Final = "lightx2v.stage/1"
 _TREE: Final = "tree"
 #: Longest pause between two looks for room: tensors that were handed out give theirs back without a word.
 ROOM_LOOK_S: Final = 0.05
+#: Pause before a receiver asks again for what another one took: its desk has not heard of that yet.
+LOOK_AGAIN_S: Final = 0.2
 #: Bound of one acknowledgement, in seconds.
 ACK_TIMEOUT_S: Final = 10.0
 #: Bound of a claim and read once the payload was found, in seconds, where the request's own time leaves more.
@@ -251,6 +254,8 @@ class StageLink:
                     raise
                 logger.debug("%s was taken by another receiver, looking again", handle.id)
                 self._caller.forget(request.names)
+                with self._changed:
+                    self._clock.wait(self._changed, deadline.remaining(LOOK_AGAIN_S))
 
     def end(self, error: BaseException | None = None) -> None:
         """End the request that this role works on.
@@ -279,9 +284,13 @@ class StageLink:
             return
         if error is None:
             self._desk.done(request.names)
-        else:
-            code = error.code if isinstance(error, MoonrelayError) else type(error).__name__
-            self._desk.refuse(request.names, code, f"{self.config.role} failed: {error or type(error).__name__}")
+            return
+        code = error.code if isinstance(error, MoonrelayError) else type(error).__name__
+        text = f"{self.config.role} failed: {str(error) or type(error).__name__}"
+        try:
+            self._desk.refuse(request.names, code, text)
+        except MoonrelayError as exc:  # it is closed, or cannot use the names: what failed must be told, not this
+            logger.warning("%s: its receivers are not told that it failed: %s", said(request.names), exc)
 
     # -- life -------------------------------------------------------------------------------------------------------
 
@@ -331,10 +340,21 @@ class StageLink:
             logger.warning("%d payloads were not taken within linger_s, and are dropped", len(self._offered))
         self.close()
 
-    def close_when_taken(self) -> None:
-        """End the link once what was sent is taken. Returns at once: a thread waits; for finalizers."""
-        if not self._closed and not sys.is_finalizing():
-            threading.Thread(target=self.at_exit, name="moonrelay-lightx2v-close", daemon=True).start()
+    def close_when_taken(self, *, then: Callable[[], object] | None = None) -> None:
+        """End the link once what was sent is taken. Returns at once: a thread waits; for finalizers.
+
+        Args:
+            then: Called when it has ended.
+        """
+
+        def wait() -> None:
+            self.at_exit()
+            if then is not None:
+                then()
+
+        if not sys.is_finalizing():
+            with contextlib.suppress(RuntimeError):  # the interpreter ends: `at_exit` does it
+                threading.Thread(target=wait, name="moonrelay-lightx2v-close", daemon=True).start()
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -377,13 +397,18 @@ class StageLink:
 
     def _read(self, claim: PayloadClaim, deadline: Deadline) -> object:
         """Read a payload; where there is no room for it, once more without the garbage."""
+        with contextlib.suppress(CapacityError):
+            return claim.read(timeout_s=deadline.remaining(FETCH_TIMEOUT_S))
+        gc.collect()  # of a request before this one, held by a cycle: an exception's traceback makes them
         try:
             return claim.read(timeout_s=deadline.remaining(FETCH_TIMEOUT_S))
-        except CapacityError:
-            if claim.handle.nbytes > self.config.transfer.pool_bytes:
-                raise
-            gc.collect()
-        return claim.read(timeout_s=deadline.remaining(FETCH_TIMEOUT_S))
+        except CapacityError as exc:
+            message = (
+                f"{claim.handle.request_id}: {claim.handle.nbytes} bytes do not fit into the {self.config.role}'s pool "
+                f"of {self.config.transfer.pool_bytes} now: raise disagg_config.staging_bytes, which also holds what "
+                f"the runner still uses of earlier requests ({exc})"
+            )
+            raise CapacityError(message, request_id=claim.handle.request_id) from exc
 
     def _publish(self, payload: StagePayload) -> StageHandle:
         """Publish, waiting for room where what was sent before will leave some."""
@@ -394,11 +419,14 @@ class StageLink:
             except CapacityError as exc:
                 nbytes = fields.nbytes_of(payload.data)
                 left_s = deadline.remaining() or 0.0
-                if nbytes > self.config.transfer.pool_bytes or self._connector.in_use()["slots"] == 0 or left_s <= 0:
+                held = self._connector.in_use()
+                is_empty = not held["slots"] and not held["payloads"]
+                if nbytes > self.config.transfer.pool_bytes or is_empty or left_s <= 0:
                     message = (
                         f"{payload.request_id}: {nbytes} bytes do not fit into the {self.config.role}'s pool of "
                         f"{self.config.transfer.pool_bytes} (waited {self.config.send_timeout_s - left_s:.0f} s): "
-                        "raise disagg_config.staging_bytes, or see why its receivers do not take what is there"
+                        "raise disagg_config.staging_bytes, or see why its receivers do not take what is there "
+                        f"({held['payloads']} payloads; {exc})"
                     )
                     raise CapacityError(message, request_id=payload.request_id) from exc
             with self._changed:

@@ -8,11 +8,12 @@ run unchanged. What we keep on a runner hangs on two attributes with our name.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from moonrelay.errors import ConfigError
@@ -30,8 +31,12 @@ _WRAPPED: Final = "_moonrelay_wrapped"
 
 _LATENT_SHAPE: Final = "latent_shape"
 _LATENTS: Final = "latents"
+#: Of the host's ``input_info``: where its Qwen runner puts what it received.
+_IMAGES: Final = "image_encoder_output"
 #: Of the host's ``input_info``: what a decoder must know of an image, which its latents do not tell.
 _SIZES: Final = ("auto_height", "auto_width")
+#: Of ``disagg_config``: what the host's Qwen runner overwrites by what a request says.
+_OVERRIDDEN: Final = ("bootstrap_room", "decoder_bootstrap_room", "receiver_engine_rank")
 
 
 @dataclass(slots=True)
@@ -42,9 +47,11 @@ class RunnerEnd:
         link: The role's end of the hand-over.
         request: What the server asked last, as it handed it to the runner; ``None`` where it has not asked since.
         depth: How deep the runner is in ``run_pipeline``: one that calls its parent's is one request.
+        rooms: What ``disagg_config`` says of rooms and ranks, before any request overwrites it.
     """
 
     link: StageLink
+    rooms: Mapping[str, Any] = field(default_factory=dict)
     request: dict[str, Any] | None = None
     depth: int = 0
 
@@ -68,7 +75,12 @@ def dispatching(native: type) -> type:
                 cls.run_pipeline = _bracketed(run)
 
         def init_disagg(self, config: Any) -> None:
-            if not settings.is_chosen(config):
+            chosen = settings.is_chosen(config)
+            before = _end_of(self)
+            if before is not None:
+                _release(before)
+                delattr(self, ATTRIBUTE)
+            if not chosen:
                 super().init_disagg(config)
                 return
             _init(self, config)
@@ -125,7 +137,7 @@ def dispatching(native: type) -> type:
             if end is None:
                 super().release_disagg()
                 return
-            _release(self, end)
+            _release(end)  # it stays, closed: a released runner must not run the host's own code
 
     DisaggMixin.__module__ = native.__module__
     DisaggMixin.__qualname__ = native.__qualname__
@@ -151,16 +163,14 @@ def _init(runner: Any, config: Mapping[str, Any]) -> None:
     """Make a runner ours: what the host's own ``init_disagg`` does, with our link."""
     parsed = settings.parse(config)
     _refuse_what_cannot_be(config)
-    before = _end_of(runner)
-    if before is not None:
-        _release(runner, before)
     link = StageLink(parsed)
     link.start()
-    end = RunnerEnd(link)
-    setattr(runner, ATTRIBUTE, end)
+    section = config.get("disagg_config", {})
+    rooms = {name: section.get(name) for name in _OVERRIDDEN}
+    setattr(runner, ATTRIBUTE, RunnerEnd(link, rooms))
     # What runners and their parents read of the native code.
     runner._disagg_mode = parsed.role
-    runner._disagg_cfg = config.get("disagg_config", {})
+    runner._disagg_cfg = section
     runner._disagg_decentralized = False
     runner._disagg_sender = runner._disagg_receiver = runner._disagg_data_mgr = None
     runner._disagg_p2_data_mgr = runner._disagg_p2_receiver = None
@@ -171,10 +181,15 @@ def _init(runner: Any, config: Mapping[str, Any]) -> None:
     runner._p2_receive_meta = {}
     # Held until then: a one-shot `lightx2v.infer` drops its runner before what it sent was taken.
     atexit.register(link.at_exit)
-    weakref.finalize(runner, link.close_when_taken).atexit = False
+    weakref.finalize(runner, _retire, link).atexit = False
     where = f", offers {parsed.sends} at {_address(link.address)}" if link.address is not None else ""
     dials = f", takes {parsed.receives} from {', '.join(map(_address, parsed.dials))}" if parsed.dials else ""
     logger.info("[moonrelay] disagg_mode=%s: %s%s%s", parsed.role, link.connector, where, dials)
+
+
+def _retire(link: StageLink) -> None:
+    """End the link of a runner that is no more, once what it sent is taken."""
+    link.close_when_taken(then=lambda: atexit.unregister(link.at_exit))
 
 
 def _refuse_what_cannot_be(config: Mapping[str, Any]) -> None:
@@ -204,31 +219,48 @@ def _bracketed(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(self, *args, **kwargs)
         asked = args[0] if args else kwargs.get("input_info")
         request, end.request = end.request, None
-        names = pairing.names_of(request, asked, by_content=end.link.config.pairing == "auto")
         end.depth += 1
         try:
+            names = pairing.names_of(request, asked, by_content=_pairs_by_content(self, end))
             end.link.begin(names)
             result = run(self, *args, **kwargs)
         except BaseException as exc:
-            _after_failure(self)
             end.link.end(exc)
+            _after_failure(self)
             raise
         else:
             end.link.end()
             return result
         finally:
             end.depth -= 1
-            _forget_ids(self)
+            _let_go(asked)
+            _forget_ids(self, end)
 
     setattr(run_pipeline, _WRAPPED, True)
     return run_pipeline
 
 
+def _pairs_by_content(runner: Any, end: RunnerEnd) -> bool:
+    """Tell whether what a request asks for may be its name.
+
+    Not where a server takes LoRAs by request: it does not tell the runner which.
+    """
+    return end.link.config.pairing == "auto" and not getattr(runner, "config", {}).get("lora_dir")
+
+
+def _let_go(asked: Any) -> None:
+    """Take what was received out of the host's ``input_info``, which a server keeps: it holds memory of the pool."""
+    if getattr(asked, _IMAGES, None) is not None:
+        setattr(asked, _IMAGES, None)
+
+
 def _after_failure(runner: Any) -> None:
     """Leave nothing of a failed request to the next one.
 
-    The host's schedulers keep their generator where a request failed, and the next one's noise would go on from there.
+    The host's schedulers keep their generator where a request failed, and the next one's noise would go on from there;
+    the runner keeps its inputs, and with them memory of the pool.
     """
+    vars(runner).pop("inputs", None)
     model = getattr(runner, "model", None)
     schedulers: list[Any] = [getattr(runner, "scheduler", None), getattr(model, "scheduler", None)]
     for scheduler in schedulers:
@@ -236,29 +268,31 @@ def _after_failure(runner: Any) -> None:
             scheduler.generator = None
 
 
-def _forget_ids(runner: Any) -> None:
+def _forget_ids(runner: Any, end: RunnerEnd) -> None:
     """Take a request's ids out of the host's config, where they would stay for the next one."""
     config = getattr(runner, "config", None)
-    if not isinstance(config, dict) or not any(name in config for name in pairing.IDS):
+    if not isinstance(config, dict):
         return
-    unlocked = getattr(config, "temporarily_unlocked", None)
-    if unlocked is None:
-        _remove_ids(config)
+    given = config.get("disagg_config")
+    section = given if isinstance(given, dict) else {}
+    ids = [name for name in pairing.IDS if name in config]
+    rooms = {name: value for name, value in end.rooms.items() if section.get(name) != value}
+    if not ids and not rooms:
         return
+    unlocked = getattr(config, "temporarily_unlocked", contextlib.nullcontext)
     with unlocked():
-        _remove_ids(config)
+        for name in ids:
+            del config[name]
+        for name, value in rooms.items():
+            if value is None:
+                del section[name]
+            else:
+                section[name] = value
 
 
-def _remove_ids(config: dict[str, Any]) -> None:
-    for name in pairing.IDS:
-        config.pop(name, None)
-
-
-def _release(runner: Any, end: RunnerEnd) -> None:
+def _release(end: RunnerEnd) -> None:
     atexit.unregister(end.link.at_exit)
     end.link.close()
-    delattr(runner, ATTRIBUTE)
-    runner._disagg_p2_sender = None
 
 
 def _device() -> Any:

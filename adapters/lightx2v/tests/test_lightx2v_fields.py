@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict, namedtuple
 
 import numpy as np
@@ -61,3 +63,18 @@ def test_a_tensor_in_two_places_is_one_on_the_device_too() -> None:
 )
 def test_nbytes(value: object, nbytes: int) -> None:
     assert fields.nbytes_of(value) == nbytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_nothing_keeps_what_was_moved(device: str) -> None:
+    """A pool gets its memory back when the tensors die, not when garbage is collected."""
+    tensor = torch.zeros(3)
+    gone = weakref.ref(tensor)
+    gc.disable()
+    try:
+        fields.on_device({"a": [tensor]}, device)
+        fields.carriable({"a": [tensor]})
+        del tensor
+        assert gone() is None
+    finally:
+        gc.enable()
