@@ -34,7 +34,6 @@ from moonrelay_lightx2v.rendezvous_wire import (
 
 logger = logging.getLogger(__name__)
 
-POLLOUT: Final = int(zmq.POLLOUT)
 #: How long a connection that is let go may take to send its last word, in milliseconds.
 _LINGER_MS: Final = 100
 #: How soon a connection that failed is tried again, in milliseconds.
@@ -221,16 +220,13 @@ class Caller:
         while True:
             now = self._clock.monotonic()
             for number in search.due(now):
-                lines.send(number, search.question(deadline.remaining()), keep=True)
+                lines.send(number, search.question(deadline.remaining()))
                 search.asked(number, now)
             wait_s = deadline.remaining(max(0.0, search.next_at(now) - now))
             assert wait_s is not None
             lost: PeerLost | None = None
-            for number, event in lines.wait(wait_s):
-                if event & POLLOUT:
-                    search.hurry(number, self._clock.monotonic())
-                if event & POLLIN:
-                    lost = self._hear(lines, search, number) or lost
+            for number in lines.wait(wait_s):
+                lost = self._hear(lines, search, number) or lost
             self._check_open()
             if search.handle is not None:
                 return search.handle
@@ -262,7 +258,6 @@ class _Lines:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], peers: Sequence[str]) -> None:
         self._sockets: list[zmq.Socket[bytes]] = []
-        self._unsent: set[int] = set()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._wake, POLLIN)
@@ -276,30 +271,17 @@ class _Lines:
             self.close()
             raise
 
-    def send(self, number: int, data: bytes, *, keep: bool = False) -> None:
-        """Send, if the desk can be reached now; with ``keep``, `wait` tells when it can be."""
+    def send(self, number: int, data: bytes) -> None:
+        """Send, as soon as the desk can be reached."""
         try:
             self._sockets[number].send(data, NOBLOCK)
         except zmq.Again:
-            if keep:
-                self._unsent.add(number)
-                self._poller.modify(self._sockets[number], POLLIN | POLLOUT)
-            return
-        self._sent(number)
+            logger.debug("the queue to desk %d is full; the question is repeated later", number)
 
-    def wait(self, wait_s: float) -> list[tuple[int, int]]:
-        """Return the connections where something happened, and what; none when the time is over or on `wake`."""
+    def wait(self, wait_s: float) -> list[int]:
+        """Return the desks that sent something; none when the time is over or on `wake`."""
         ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
-        events = [(number, ready[dealer]) for number, dealer in enumerate(self._sockets) if dealer in ready]
-        for number, event in events:
-            if event & POLLOUT:
-                self._sent(number)
-        return events
-
-    def _sent(self, number: int) -> None:
-        if number in self._unsent:
-            self._unsent.discard(number)
-            self._poller.modify(self._sockets[number], POLLIN)
+        return [number for number, dealer in enumerate(self._sockets) if dealer in ready]
 
     def receive(self, number: int) -> bytes | None:
         """Return the next message, or ``None``."""
@@ -326,8 +308,8 @@ def _dial(dealer: zmq.Socket[bytes], peer: str) -> None:
     dealer.set(zmq.LINGER, _LINGER_MS)
     dealer.set(zmq.IPV6, 1 if peer.startswith("[") else 0)
     dealer.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    # Nothing is kept for a desk that is not there: it would hear of finds that ended long ago when it comes.
-    dealer.set(zmq.IMMEDIATE, 1)
+    # Not IMMEDIATE: that loses what a desk said right before its connection ended. What is kept for a desk that is not
+    # there yet it hears in order, of a find that ended meanwhile that it has, too.
     dealer.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
     dealer.set(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
     dealer.set(zmq.SNDHWM, _QUEUE_LENGTH)

@@ -94,12 +94,8 @@ class Search:
         """Return which desks to ask now."""
         return [number for number, desk in enumerate(self._desks) if desk.due_at <= now]
 
-    def hurry(self, number: int, now: float) -> None:
-        """Note that a desk can be reached now: it is asked at once."""
-        self._desks[number].due_at = now
-
     def asked(self, number: int, now: float) -> None:
-        """Note that a desk was asked, or could not be."""
+        """Note that a desk was asked."""
         desk = self._desks[number]
         desk.due_at = now + self._retry_s
         if desk.asked_at is None:
