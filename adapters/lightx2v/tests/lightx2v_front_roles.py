@@ -2,8 +2,9 @@
 
 It has the host's routes, words and queue (one task at a time, in order), and does with a task what its prompt says:
 ``encoder: work=0.2; decoder: fail=out of memory``. Words: ``work=S`` seconds, ``fail=TEXT``, ``refuse=STATUS``,
-``hang`` (until cancelled), ``late=S`` (seconds before its POST is answered), ``size=N`` bytes of the result, ``broken``
-(the result's answer ends in its midst), ``unmeasured`` (it does not say its length).
+``hang`` until cancelled (``hang=first``: only where it is begun for the first time), ``late=S`` seconds before its POST
+is answered, ``size=N`` bytes of the result, ``unmeasured``: the result does not say its length, ``broken``: its answer
+ends in its midst.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ def plan_of(stage: str, prompt: str) -> dict[str, str]:
     return {}
 
 
+def _hangs(plan: dict[str, str], task_id: str) -> bool:
+    return "hang" in plan and (plan["hang"] != "first" or not task_id.rpartition(".")[2].isdecimal())
+
+
 class Role:
     """One role's tasks."""
 
@@ -53,13 +58,14 @@ class Role:
 
     async def run(self) -> None:
         while True:
-            task = self.tasks.get(await self.work.get())
+            task_id = await self.work.get()
+            task = self.tasks.get(task_id)
             if task is None or task["status"] != "pending":
                 continue
             task["status"] = "processing"
             plan = plan_of(self.stage, task["fields"]["prompt"])
             with contextlib.suppress(TimeoutError):
-                seconds = 600.0 if "hang" in plan else float(plan.get("work", "0.01"))
+                seconds = 600.0 if _hangs(plan, task_id) else float(plan.get("work", "0.01"))
                 await asyncio.wait_for(task["stop"].wait(), seconds)
             if task["stop"].is_set():
                 # As the host does: what was cancelled at work is failed in the end.

@@ -305,8 +305,9 @@ def test_a_server_killed_in_the_midst_and_started_again(
 ) -> None:
     victim = start(stage)
     front = serve(*(role for role in roles.values() if role.stage != stage), victim, restart_wait_s=60.0)
-    # It ends only if it is begun anew: the first one hangs at the server that is killed.
-    task_id = front.post(f"{stage}: work=1.5; decoder: work=1.5", seed=5, task_id=f"killed-{stage}").json()["task_id"]
+    task_id = front.post(f"{stage}: hang=first; decoder: hang=first", seed=5, task_id=f"killed-{stage}").json()[
+        "task_id"
+    ]
     front.until(lambda: front.status(task_id)["stages"][stage]["status"] == "processing")
     victim.kill()
     front.until(lambda: front.status(task_id)["lost"] != [])
@@ -323,7 +324,7 @@ def test_a_server_killed_in_the_midst_and_started_again(
         assert len(wire_ids) == 1
         assert re.fullmatch(rf"{task_id}\.\d", wire_ids.pop())
         result = front.http.get(f"/v1/tasks/{task_id}/result")
-        assert result.content == result_of({"prompt": f"{stage}: work=1.5; decoder: work=1.5", "seed": 5}, 1000)
+        assert result.content == result_of({"prompt": f"{stage}: hang=first; decoder: hang=first", "seed": 5}, 1000)
         assert told["save_result_path"] == f"{task_id}.mp4"
         text = front.http.get("/metrics").text
         assert f'moonrelay_lightx2v_front_lost_total{{stage="{stage}"}} 1\n' in text
@@ -337,19 +338,19 @@ def test_a_killed_servers_requests_go_to_the_other_one(
 ) -> None:
     first, second = start("transformer"), start("transformer")
     front = serve(roles["encoder"], roles["decoder"], first, second)
-    plan = "transformer: work=1; decoder: work=1"
+    plan = "transformer: work=1; decoder: work=1.5"
     ids = [front.post(plan).json()["task_id"] for _ in range(4)]
     first.kill()
     told = [front.ended(task_id) for task_id in ids]
     assert {one["status"] for one in told} == {"completed"}
     assert {one["stages"]["transformer"]["url"] for one in told if one["attempt"] == 2} == {second.url}
-    assert [one["attempt"] for one in told].count(2) == 2
+    assert [one["attempt"] for one in told].count(2) in (1, 2), "those of the first"
 
 
 def test_a_server_that_has_forgotten(roles: dict[str, RoleProcess], start: Start, serve: Serve) -> None:
     transformer = start("transformer")
     front = serve(roles["encoder"], transformer, roles["decoder"])
-    task_id = front.post("transformer: work=1; decoder: work=2").json()["task_id"]
+    task_id = front.post("transformer: hang=first; decoder: hang=first").json()["task_id"]
     transformer.forget()
     told = front.ended(task_id)
     assert (told["status"], told["attempt"]) == ("completed", 2)
@@ -404,11 +405,11 @@ def test_a_server_that_does_not_come_back_in_time(roles: dict[str, RoleProcess],
 def test_a_server_that_hangs_is_lost_in_the_end(
     roles: dict[str, RoleProcess], start: Start, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "LOOK_S", 0.3)
-    monkeypatch.setattr("moonrelay_lightx2v.front.front.SILENT_S", 0.5)
+    monkeypatch.setattr(stages, "LOOK_S", 1.0)
+    monkeypatch.setattr("moonrelay_lightx2v.front.front.SILENT_S", 1.5)
     first, second = start("decoder"), start("decoder")
     front = serve(roles["encoder"], roles["transformer"], first, second)
-    task_id = front.post("decoder: work=1").json()["task_id"]
+    task_id = front.post("decoder: hang=first").json()["task_id"]
     assert front.status(task_id)["stages"]["decoder"]["url"] == first.url
     first.stop()
     try:
@@ -422,9 +423,9 @@ def test_a_server_that_hangs_is_lost_in_the_end(
 def test_a_server_that_does_not_answer_the_post(
     roles: dict[str, RoleProcess], serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "POST_S", 0.3)
+    monkeypatch.setattr(stages, "POST_S", 1.5)
     front = serve(roles, attempts=1)
-    answer = front.post("decoder: late=2; encoder: hang", task_id="late")
+    answer = front.post("decoder: late=5; encoder: hang", task_id="late")
     assert answer.status_code == 503
     assert "decoder at" in answer.json()["detail"]
     front.until(lambda: "late" in roles["encoder"].seen()["cancelled"])
@@ -454,18 +455,18 @@ def test_a_server_to_which_no_connection_comes_about_is_not_gone_at_once(monkeyp
 
 
 def test_the_deadline(roles: dict[str, RoleProcess], serve: Serve) -> None:
-    front = serve(roles, request_timeout_s=0.6)
+    front = serve(roles, request_timeout_s=2.5)
     task_id = front.post("decoder: hang; transformer: hang").json()["task_id"]
     told = front.ended(task_id)
     assert (told["status"], told["stage"], told["error_type"]) == ("failed", "transformer", "Timeout")
-    assert told["error"].startswith("not done in 0.6 s (encoder completed, transformer processing, decoder processing)")
+    assert told["error"].startswith("not done in 2.5 s (encoder completed, transformer processing, decoder processing)")
     for stage in ("transformer", "decoder"):
         front.until(lambda stage=stage: task_id in roles[stage].seen()["cancelled"])  # type: ignore[misc]
 
 
 def test_the_deadline_while_a_post_is_not_answered(roles: dict[str, RoleProcess], serve: Serve) -> None:
-    front = serve(roles, request_timeout_s=0.5)
-    answer = front.post("decoder: late=3; encoder: hang", task_id="slow")
+    front = serve(roles, request_timeout_s=1.5)
+    answer = front.post("decoder: late=5; encoder: hang", task_id="slow")
     assert answer.status_code == 504
     assert "--request-timeout" in answer.json()["detail"]
     assert "slow" in roles["encoder"].seen()["cancelled"]
@@ -501,7 +502,7 @@ def test_cancelled_at_a_stage_by_somebody_else(roles: dict[str, RoleProcess], se
 def test_cancelled_while_its_post_is_under_way(roles: dict[str, RoleProcess], serve: Serve) -> None:
     front = serve(roles)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        posting = pool.submit(front.post, "decoder: late=2; encoder: hang", task_id="hasty")
+        posting = pool.submit(front.post, "decoder: late=5; encoder: hang", task_id="hasty")
         front.until(lambda: front.http.get("/v1/tasks/hasty/status").status_code == 200)
         assert front.http.delete("/v1/tasks/hasty").json()["stop_status"] == "success"
         answer = posting.result(30)

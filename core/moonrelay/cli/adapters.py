@@ -18,7 +18,7 @@ from moonrelay.plugins import ADAPTERS, Registry
 def adapters(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List adapters, engines, relays, queues, policies and observers, and whether they load."""
+    """List adapters, engines, relays, queues, policies, observers and brought commands, and whether they load."""
     states = Machine().plugins()
     if as_json:
         plugins = [{**state.as_dict(), "unavailable": why_unavailable(state)} for state in states]

@@ -67,7 +67,7 @@ COMMANDS: Final = (
     LazyCommand(
         name="adapters",
         target="moonrelay.cli.adapters:adapters",
-        help="List adapters, engines, relays, queues, policies and observers, and whether they load.",
+        help="List adapters, engines, relays, queues, policies, observers and brought commands, and whether they load.",
     ),
     LazyCommand(
         name="conformance",
