@@ -76,6 +76,9 @@ def test_the_hosts_runners_are_made_of_ours(host: Host) -> None:
             assert getattr(found, name) == getattr(native, name)
         assert found.__name__ == "DisaggMixin"
         assert not getattr(native, mixin.MARK, False)
+        # The watch over runners lets ours through.
+        for role in ("encoder", "transformer", "decode"):
+            assert runner(role).config["disagg_mode"] == role
 
 
 def test_the_mark_is_the_mixins() -> None:
@@ -232,9 +235,12 @@ def test_two_finders_of_ours_both_do_their_work(host: Host) -> None:
 
 def test_a_finder_of_the_old_kind_is_passed_over(host: Host) -> None:
     with host():
-        sys.meta_path.append(types.SimpleNamespace())  # type: ignore[arg-type]
-        there("lightx2v")
-        assert plugin.is_active()
+        there("lightx2v_platform.set_ai_device")
+        finder = plugin.PostImport({"json.tool": print})
+        sys.meta_path[:0] = [finder, types.SimpleNamespace()]  # type: ignore[list-item]
+        spec = finder.find_spec("json.tool", json.__path__)
+        assert spec is not None
+        assert spec.name == "json.tool"
 
 
 def test_a_module_that_nobody_finds_is_missing(host: Host) -> None:
@@ -341,7 +347,8 @@ def test_a_mixin_that_has_moved_is_found_out_by_the_runner(host: Host) -> None:
             runner()
         assert runner(connector=None).config["disagg_mode"] == "encoder"
         # One process: nothing is to be handed over.
-        assert runner(role=None).config.get("disagg_mode") is None
+        alone = settings_of(None, disagg_config={"connector": "moonrelay"})
+        assert there(WAN).WanRunner(alone).config.get("disagg_mode") is None
 
 
 def test_a_runner_without_the_mixin_is_refused(host: Host) -> None:
