@@ -19,6 +19,7 @@ from moonrelay.cache.flight import Lead, SingleFlight
 from moonrelay.cache.keys import CacheKey
 from moonrelay.cache.memory import MemoryTier
 from moonrelay.cache.shared import SharedStore
+from moonrelay.cache.wire import check_prefix
 from moonrelay.clock import Clock, Deadline
 from moonrelay.config import StoreConfig
 from moonrelay.errors import ClosedError, ConfigError, MoonrelayError, UnsupportedTensor
@@ -37,6 +38,7 @@ PROMOTE_S: Final = 1.0
 CLEAR_S: Final = 60.0
 #: Relays whose capacity payloads and caches share, by their configuration.
 _EMBEDDED: Final = ("local", "memory")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9._-]{1,40}")
 
 _D = TypeVar("_D")
@@ -157,7 +159,7 @@ class EmbeddingCache:
         self._retry_s = retry_s
         self._dead_after_s = dead_after_s
         # The entry's version is in the keys, so that two versions side by side do not drop each other's entries.
-        self._prefix = f"{conn.settings.store.namespace}/{namespace}.{VERSION}"
+        self._prefix = check_prefix(f"{conn.settings.store.namespace}/{namespace}.{VERSION}")
         self._tally = Tally()
         self._lock = threading.Lock()
         self._opening = threading.Lock()
@@ -199,6 +201,7 @@ class EmbeddingCache:
 
         Raises:
             What ``encode`` raises, unchanged; the next caller then tries itself. Nothing because of the cache.
+            ConfigError: The key's digest is none.
 
         Blocks: while somebody else encodes, for ``wait_s`` at most, and for the store's reads and writes, each bounded
         by ``wait_s`` too.
@@ -206,7 +209,7 @@ class EmbeddingCache:
         if key is None or self._closed:
             self._tally.add(encodes=1)
             return _placed(encode(), device)
-        ask = _Ask(key.digest, key.label, device, request_id, self._clock.monotonic())
+        ask = self._ask(key, device, request_id)
         found = self._find(ask)
         if found is not None:
             return found.tree
@@ -240,7 +243,7 @@ class EmbeddingCache:
         """
         if key is None or self._closed:
             return default
-        ask = _Ask(key.digest, key.label, device, request_id, self._clock.monotonic())
+        ask = self._ask(key, device, request_id)
         found = self._find(ask)
         if found is None:
             self._missed(ask)
@@ -258,7 +261,7 @@ class EmbeddingCache:
         """
         if key is None or self._closed:
             return False
-        return self._keep(_Ask(key.digest, key.label, None, request_id, self._clock.monotonic()), tree)
+        return self._keep(self._ask(key, None, request_id), tree)
 
     def counters(self) -> CacheCounters:
         """Return this object's numbers."""
@@ -289,6 +292,13 @@ class EmbeddingCache:
             store.flight.close()
         self._alone.close()
         self._memory.clear()
+
+    def _ask(self, key: CacheKey, device: str | torch.device | None, request_id: str | None) -> _Ask:
+        digest = key.digest
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            message = f"key.digest={digest!r:.80} must be 64 lower-case hexadecimal digits"
+            raise ConfigError(message, field="key")
+        return _Ask(digest, key.label, device, request_id, self._clock.monotonic())
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
