@@ -383,3 +383,41 @@ class TestBounds:
         ):
             with pytest.raises(ClosedError):
                 act()
+
+
+def test_what_is_left_with_its_work_kept_is_no_attempt_of_the_bound(open_queue: Open) -> None:
+    queue = open_queue(max_attempts=2, retry_delay_s=0.0)
+    queue.submit(StageTask(request_id="r1", stage="encode", payload={}))
+    worker = join(queue, "encode")
+    for number in range(1, 6):
+        job = take(worker)
+        assert job.attempt == number
+        job.leave("somebody else goes on")
+        assert state(queue, "r1") == "queued"
+    take(worker).give_back("again")
+    take(worker).give_back("and again")
+    assert state(queue, "r1") == "dead"
+
+
+def test_how_far_earlier_attempts_came_is_told(open_queue: Open, clock: ManualClock) -> None:
+    queue = open_queue(max_attempts=9, retry_delay_s=0.0, lease_s=10.0, renew_s=2.0)
+    queue.submit(StageTask(request_id="r1", stage="encode", payload={}))
+    worker = join(queue, "encode")
+    first = take(worker)
+    assert first.reached == 0.0
+    first.progress(0.25)
+    first.progress(0.5)
+    clock.advance(11)  # it died
+    second = take(join(queue, "encode"))
+    assert second.reached == 0.5
+    second.progress(0.25)  # it began further back, and was told to stop
+    second.leave()
+    third = take(join(queue, "encode"))
+    assert third.reached == 0.5
+    third.progress(0.75)
+    third.fail(PeerLost("store"), retryable=True)
+    fourth = take(join(queue, "encode"))
+    assert fourth.reached == 0.75
+    fourth.complete(next_task=StageTask(stage="denoise", payload={}))
+    join(queue, "decode")
+    assert take(join(queue, "denoise")).reached == 0.0

@@ -18,6 +18,7 @@ from moonrelay.errors import (
     LeaseLost,
     MoonrelayError,
     PeerLost,
+    Preempted,
     QueueFull,
     TransferFailed,
 )
@@ -359,3 +360,51 @@ def test_run_goes_on_after_a_queue_that_is_busy_for_a_moment(house: House) -> No
     thread.join(10)
     assert not thread.is_alive()
     assert loop.counts.completed == 1
+
+
+def test_a_job_that_is_left_goes_back_with_its_input_and_costs_no_attempt(house: House) -> None:
+    handle = house.submit()
+    loop = house.loop(raising(Preempted("left after step 3")))
+    for _ in range(5):  # more often than there are attempts
+        loop.do(house.take())
+        assert house.request() == ("queued", "denoise")
+        assert house.input_state(handle) is LeaseStatus.READY
+    assert (loop.counts.left, loop.counts.failed) == (5, 0)
+    loop = house.loop(denoise)
+    loop.do(house.take())
+    assert house.request() == ("queued", "decode")
+
+
+def test_a_program_hears_that_its_worker_is_to_stop(house: House) -> None:
+    house.submit()
+    seen: list[bool] = []
+
+    def process(work: Work) -> Outcome:
+        seen.append(work.leaving())
+        loop.stop()
+        seen.append(work.leaving())
+        return denoise(work)
+
+    loop = house.loop(process)
+    loop.do(house.take())
+    assert seen == [False, True]
+
+
+def test_what_was_kept_for_a_second_try_is_dropped_once_the_job_is_settled(house: House) -> None:
+    house.submit()
+    seen: list[tuple[str, str]] = []
+
+    def process(work: Work) -> Outcome:
+        made = denoise(work)
+        return Outcome(next_task=made.next_task, afterwards=lambda: seen.append(house.request()))
+
+    house.loop(process).do(house.take())
+    assert seen == [("queued", "decode")]
+
+    def broken(work: Work) -> Outcome:
+        process(work)
+        raise TransferFailed("after all")
+
+    house.submit("r2")
+    house.loop(broken).do(house.take())
+    assert len(seen) == 1

@@ -77,7 +77,7 @@ class _HeldWork(Work):
     _reached: Callable[[Work, float], None]
 
     def __init__(self, work: Work, reached: Callable[[Work, float], None]) -> None:
-        super().__init__(work.job, work.connector, work.claim)
+        super().__init__(work.job, work.connector, work.claim, work.leaving)
         object.__setattr__(self, "_reached", reached)
 
     def report(self, done: int, total: int, note: str = "") -> None:

@@ -6,7 +6,7 @@ Owns the protocol only. The loop claims, settles and acknowledges; the program c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from moonrelay.connector import DiffusionConnector, PayloadClaim
@@ -23,10 +23,13 @@ class Outcome:
     Attributes:
         next_task: Work of the next stage; its ``handle`` is what the program published.
         result: The request's result where it ends here; plain values.
+        afterwards: Called once the job is completed, when what the program kept for a second try is needed no more.
+            Must not raise or block.
     """
 
     next_task: StageTask | None = None
     result: Plain = None
+    afterwards: Callable[[], None] | None = None
 
     @property
     def published(self) -> StageHandle | None:
@@ -49,7 +52,7 @@ class Work:
     job: Job
     connector: DiffusionConnector
     claim: PayloadClaim | None
-    _payload: dict[str, Plain] = field(default_factory=dict)
+    _asked_to_leave: Callable[[], bool] | None = None
 
     @property
     def payload(self) -> dict[str, Plain]:
@@ -84,6 +87,13 @@ class Work:
         """Whether the job is known to be lost or cancelled; cheap, for the inner loop of a long computation."""
         return self.job.lost is not None
 
+    def leaving(self) -> bool:
+        """Whether the job should be left at the next boundary where another worker can go on from.
+
+        A program that can be left there saves its state and raises `Preempted`; others go on to the end. Cheap.
+        """
+        return self._asked_to_leave is not None and self._asked_to_leave()
+
 
 class StageProgram(Protocol):
     """What one stage computes. Threads: one job at a time."""
@@ -96,6 +106,7 @@ class StageProgram(Protocol):
 
         Raises:
             MoonrelayError: The job failed; ``retryable`` decides whether it is tried again.
+            Preempted: `Work.leaving` said so, and the state is saved: the job goes back to the queue.
         """
         ...
 

@@ -20,6 +20,7 @@ from moonrelay.errors import (
     LeaseLost,
     MoonrelayError,
     PeerLost,
+    Preempted,
 )
 from moonrelay.handle import StageHandle
 from moonrelay.orchestrator.program import Outcome, StageProgram, Work
@@ -48,6 +49,7 @@ class LoopCounts:
     failed: int = 0
     lost: int = 0
     rewound: int = 0
+    left: int = 0
 
 
 class StageLoop:
@@ -61,6 +63,7 @@ class StageLoop:
         affinity: Labels of this worker.
         worker_id: A name for displays.
         on_registered: Called once by `run` when the worker has joined its pool, with the registration.
+        on_idle: Called when nothing came for a while, and after each job; must not raise or block.
 
     Threads: `run` in one thread; `stop` from any.
     """
@@ -75,6 +78,7 @@ class StageLoop:
         affinity: Mapping[str, str] | None = None,
         worker_id: str | None = None,
         on_registered: Callable[[Worker], None] | None = None,
+        on_idle: Callable[[], None] | None = None,
     ) -> None:
         self._queue = queue
         self._connector = connector
@@ -83,11 +87,12 @@ class StageLoop:
         self._affinity = affinity
         self._worker_id = worker_id
         self._on_registered = on_registered
+        self._on_idle = on_idle
         self._stop = threading.Event()
         self.counts = LoopCounts()
 
     def stop(self) -> None:
-        """Let `run` return after the job under way."""
+        """Let `run` return after the job under way, which a program may leave earlier; see `Work.leaving`."""
         self._stop.set()
 
     def run(self) -> LoopCounts:
@@ -110,6 +115,8 @@ class StageLoop:
                 job = self._take(worker)
                 if job is not None:
                     self.do(job)
+                if self._on_idle is not None:
+                    self._on_idle()
         return self.counts
 
     def _take(self, worker: Worker) -> Job | None:
@@ -136,8 +143,11 @@ class StageLoop:
                     self._do(job)
                 except ClosedError as exc:
                     # It is this worker that ends, not the job that is wrong: another one can do it.
-                    self._give_back(job, exc)
+                    self._give_back(job, f"the worker stops: {exc}")
                     raise
+                except Preempted as exc:
+                    self._leave(job, str(exc))
+                    self.counts.left += 1
         except ClosedError:
             raise
         except MoonrelayError as exc:
@@ -157,7 +167,7 @@ class StageLoop:
             return
         outcome: Outcome | None = None
         try:
-            outcome = self._program.process(Work(job, self._connector, claim))
+            outcome = self._program.process(Work(job, self._connector, claim, self._stop.is_set))
             job.complete(next_task=outcome.next_task, result=outcome.result)
         except BaseException as exc:
             self._drop(outcome)
@@ -173,6 +183,8 @@ class StageLoop:
                 self._release(claim.handle)
             return
         self.counts.completed += 1
+        if outcome.afterwards is not None:
+            outcome.afterwards()
         if claim is not None:
             self._acknowledge(claim, job)
 
@@ -215,8 +227,15 @@ class StageLoop:
             logger.warning("%s of %s stays until its lease ends: %s", handle.kind, handle.request_id, exc)
 
     @staticmethod
-    def _give_back(job: Job, error: ClosedError) -> None:
+    def _give_back(job: Job, why: str) -> None:
         try:
-            job.give_back(f"the worker stops: {error}")
+            job.give_back(why)
+        except MoonrelayError as exc:
+            logger.warning("job %s of %s goes back when its lease ends: %s", job.stage, job.request_id, exc)
+
+    @staticmethod
+    def _leave(job: Job, why: str) -> None:
+        try:
+            job.leave(why)
         except MoonrelayError as exc:
             logger.warning("job %s of %s goes back when its lease ends: %s", job.stage, job.request_id, exc)

@@ -29,14 +29,15 @@ class WireHandle(Protocol):
         ...
 
 
-class StoredError(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure as it is kept: its wire form, and where it happened."""
+class StoredError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A failure as it is kept: its wire form, where it happened, and how far the stage's work had come at most."""
 
     code: str
     retryable: bool
     message: str
     stage: str
     attempt: int
+    reached: float = 0.0
 
 
 def pack_plain(field: str, value: object, *, at_most: int) -> bytes:
@@ -85,7 +86,9 @@ def pack_handle(handle: object) -> tuple[HandleKind, bytes | None]:
     raise ConfigError(message, field="handle")
 
 
-def pack_error(error: BaseException, *, stage: str, attempt: int, retryable: bool | None = None) -> bytes:
+def pack_error(
+    error: BaseException, *, stage: str, attempt: int, retryable: bool | None = None, reached: float = 0.0
+) -> bytes:
     """Encode a failure; a foreign exception becomes a `MoonrelayError` that names its class."""
     own = error if isinstance(error, MoonrelayError) else foreign(error)
     code, flag, message = own.to_wire()
@@ -95,6 +98,7 @@ def pack_error(error: BaseException, *, stage: str, attempt: int, retryable: boo
         message=_printable(message[:_MAX_MESSAGE_CHARS]),
         stage=stage,
         attempt=attempt,
+        reached=reached,
     )
     return msgspec.msgpack.encode(stored)
 
@@ -105,6 +109,12 @@ def unpack_error(packed: bytes) -> StoredError:
         return msgspec.msgpack.decode(packed, type=StoredError)
     except msgspec.DecodeError as exc:
         raise IntegrityError("a stored error is damaged") from exc
+
+
+def reached(packed: bytes | None, stage: str) -> float:
+    """Return how far a stage's work had come when it last failed; 0 where nothing is known."""
+    stored = None if packed is None else unpack_error(packed)
+    return stored.reached if stored is not None and stored.stage == stage else 0.0
 
 
 def rebuild(stored: StoredError, **context: object) -> MoonrelayError:

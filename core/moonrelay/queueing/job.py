@@ -91,6 +91,11 @@ class Job:
         return self._delivery.stage.attempt
 
     @property
+    def reached(self) -> float:
+        """How far earlier attempts of this stage's work had come, 0 to 1; 0 for a first one."""
+        return codec.reached(self._delivery.request.error, self.stage)
+
+    @property
     def cancelled(self) -> bool:
         """Whether the worker has been told that the request was cancelled."""
         return isinstance(self.lost, Cancelled)
@@ -172,6 +177,13 @@ class Job:
     def give_back(self, note: str = "") -> None:
         """Return the job unfinished, for any worker to take; the attempt counts. Raises as `fail` does."""
         self._settle("given back", lambda: self._port.give_back(self.request_id, self.token, note))
+
+    def leave(self, note: str = "") -> None:
+        """Return the job unfinished with its work so far kept, for any worker to go on; it is no attempt of its bound.
+
+        Raises as `fail` does.
+        """
+        self._settle("left", lambda: self._port.give_back(self.request_id, self.token, note, counts=False))
 
     def lost_input(self, error: BaseException) -> None:
         """Report that the payload behind ``task.handle`` is gone or wrong, so that it must be made again.

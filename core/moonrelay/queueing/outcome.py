@@ -128,9 +128,12 @@ def fail(book: Book, request_id: str, token: int, error: MoonrelayError, retryab
     return _again(book, row, job, error, "retry", delay_s)
 
 
-def give_back(book: Book, request_id: str, token: int, note: str) -> State:
-    """Return a job unfinished (nack); the attempt counts."""
+def give_back(book: Book, request_id: str, token: int, note: str, *, counts: bool = True) -> State:
+    """Return a job unfinished (nack); the attempt counts unless the work so far is kept for the next one."""
     row, job = fence(book, request_id, token)
+    if not counts:
+        job = replace(job, spent=max(0, job.spent - 1))
+        book.tx.put_stage(job)
     return hand_back(book, row, job, note)
 
 
@@ -215,7 +218,9 @@ def _again(book: Book, row: RequestRow, job: StageRow, error: MoonrelayError, ki
         _bury(book, row, job, error, note=f"{job.spent} of {job.max_attempts} attempts used")
         return "dead"
     book.tell(kind, row, attempt=job.attempt, worker=row.worker or "", note=_note(error))
-    packed = codec.pack_error(error, stage=row.stage, attempt=job.attempt)
+    # How far it had come outlives the attempt: whoever takes it up again can say what is done twice.
+    reached = max(row.fraction, codec.reached(row.error, row.stage))
+    packed = codec.pack_error(error, stage=row.stage, attempt=job.attempt, reached=reached)
     return _queue(book, replace(row, error=packed), "retry", delay_s=delay_s)
 
 

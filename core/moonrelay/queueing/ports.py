@@ -58,8 +58,8 @@ class WorkerPort(Protocol):
         """Report a failure; return the state that it led to."""
         ...
 
-    def give_back(self, request_id: str, token: int, note: str) -> State:
-        """Return a job unfinished."""
+    def give_back(self, request_id: str, token: int, note: str, *, counts: bool = True) -> State:
+        """Return a job unfinished; ``counts`` says whether it was an attempt."""
         ...
 
     def lose_input(self, request_id: str, token: int, error: MoonrelayError) -> State:

@@ -71,8 +71,8 @@ class WorkerDesk:
     def fail(self, request_id: str, token: int, error: MoonrelayError, retryable: bool) -> State:
         return self._engine.run(lambda book: outcome.fail(book, request_id, token, error, retryable))
 
-    def give_back(self, request_id: str, token: int, note: str) -> State:
-        return self._engine.run(lambda book: outcome.give_back(book, request_id, token, note))
+    def give_back(self, request_id: str, token: int, note: str, *, counts: bool = True) -> State:
+        return self._engine.run(lambda book: outcome.give_back(book, request_id, token, note, counts=counts))
 
     def lose_input(self, request_id: str, token: int, error: MoonrelayError) -> State:
         return self._engine.run(lambda book: outcome.lose_input(book, request_id, token, error))
