@@ -3,6 +3,8 @@
 The public names. Importing this package loads neither torch nor mooncake.
 """
 
+from moonrelay.cache.embeddings import EmbeddingCache
+from moonrelay.cache.keys import EmbeddingKey
 from moonrelay.config import ControlConfig, StoreConfig, TransferConfig
 from moonrelay.connector import DiffusionConnector, PayloadClaim, Publication, PublicationState
 from moonrelay.errors import (
@@ -49,6 +51,8 @@ __all__ = [
     "DeadlineExceeded",
     "DeleteOnConsume",
     "DiffusionConnector",
+    "EmbeddingCache",
+    "EmbeddingKey",
     "Event",
     "IntegrityError",
     "LeaseExpired",
