@@ -18,7 +18,7 @@ import zmq
 
 from moonrelay.clock import Clock, Deadline, SystemClock
 from moonrelay.control.wire import MAX_FRAME_BYTES, NOBLOCK, POLLIN, Complaints
-from moonrelay.errors import ClosedError, ConfigError, DeadlineExceeded, PeerLost
+from moonrelay.errors import Aborted, ClosedError, ConfigError, DeadlineExceeded, PeerLost
 from moonrelay_lightx2v.rendezvous_search import Search
 from moonrelay_lightx2v.rendezvous_wire import (
     ADDRESS_KEYS,
@@ -127,7 +127,7 @@ class Caller:
         try:
             handle = self._ask(lines, search, deadline)
             reusable = True
-        except DeadlineExceeded:
+        except (Aborted, DeadlineExceeded):
             reusable = True
             raise
         finally:

@@ -496,6 +496,7 @@ def test_something_else_at_the_desks_address_is_no_desk(stack: ExitStack) -> Non
     stack.callback(asking.close)
     with pytest.raises(PeerLost, match="does not answer"):
         asking.find(NAMES, within(TIMEOUT_S))
+    assert not asking._idle  # the connection may be dead without knowing it: the next find dials anew
 
 
 def test_a_forged_answer_is_dropped(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
@@ -566,7 +567,8 @@ def test_three_hundred_rounds_leave_nothing(stack: ExitStack) -> None:
     before = held()
     for number in range(11, 311):
         round_(number)
-    assert held() == before
+    # A connection's end takes the network's threads a moment.
+    until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), f"{before}, not {held()}")
     book = there._book
     until(lambda: not book._given, "the desk forgot all finds")
     assert [len(shelf) for shelf in (book._offers, book._works, book._waiters)] == [0, 0, 0]
