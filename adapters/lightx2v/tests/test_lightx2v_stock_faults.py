@@ -22,23 +22,40 @@ pytestmark = [pytest.mark.lightx2v, pytest.mark.processes, pytest.mark.slow, pyt
 HANGS_AFTER_S = 10.0
 
 
+class Stock:
+    """One cluster for all tests, which has to be started anew where a test has left it in ruins."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._works = False
+
+    def working(self) -> Cluster:
+        if not self._works:
+            self._cluster.afresh()
+            self._works = True
+        return self._cluster
+
+    def ruin(self) -> None:
+        self._works = False
+
+
 @pytest.fixture(scope="module")
-def started(wan: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(wan, tmp_path_factory.mktemp("lightx2v-stock"), environment).start() as cluster:
-        yield cluster
+def shared(wan: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
+    with Cluster(wan, tmp_path_factory.mktemp("lightx2v-stock"), environment) as cluster:
+        yield Stock(cluster)
 
 
 @pytest.fixture
-def stock(started: Cluster) -> Cluster:
+def stock(shared: Stock) -> Cluster:
     """A cluster that works."""
-    return started
+    return shared.working()
 
 
 @pytest.fixture
-def doomed(started: Cluster) -> Iterator[Cluster]:
+def doomed(shared: Stock) -> Iterator[Cluster]:
     """A cluster that works and that the test leaves in ruins."""
-    yield started
-    started.afresh()
+    yield shared.working()
+    shared.ruin()
 
 
 def test_a_request_has_the_undivided_hosts_video(stock: Cluster, right: Right) -> None:
