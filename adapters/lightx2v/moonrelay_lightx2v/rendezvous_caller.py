@@ -11,14 +11,14 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import zmq
 
 from moonrelay.clock import Clock, Deadline, SystemClock
 from moonrelay.control.wire import MAX_FRAME_BYTES, NOBLOCK, POLLIN, Complaints
-from moonrelay.errors import Aborted, ClosedError, ConfigError, DeadlineExceeded, PeerLost
+from moonrelay.errors import Aborted, Cancelled, ClosedError, ConfigError, DeadlineExceeded, PeerLost
 from moonrelay_lightx2v.rendezvous_search import Search
 from moonrelay_lightx2v.rendezvous_wire import (
     ADDRESS_KEYS,
@@ -46,6 +46,8 @@ _IDLE_KEPT: Final = 4
 _TOKENS_KEPT: Final = 1024
 #: How long `Caller.close` waits for a find, which is woken at once, to let go of its sockets.
 _LET_GO_S: Final = 10.0
+#: How often a find looks whether it was cancelled, in seconds: what says so is an event of the host's, no descriptor.
+_CANCEL_LOOK_S: Final = 0.25
 
 
 class Caller:
@@ -98,10 +100,16 @@ class Caller:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._closed = False
 
-    def find(self, names: Names, deadline: Deadline) -> bytes:
+    def find(self, names: Names, deadline: Deadline, *, cancelled: Callable[[], bool] | None = None) -> bytes:
         """Return the handle that a desk offers under one of these names.
 
+        Args:
+            names: Of what is wanted, most exact first.
+            deadline: Until when.
+            cancelled: Tells whether nobody wants it any more; looked at several times a second.
+
         Raises:
+            Cancelled: ``cancelled`` said so, and nothing was found before.
             PeerLost: No desk answers for ``peer_timeout_s``, or the one that worked on it is gone, closes, or was
                 restarted.
             Aborted: The stage that was to hand it over failed; the message carries its text, ``cause`` its code.
@@ -125,9 +133,9 @@ class Caller:
         lines = self._take_lines()
         reusable = False
         try:
-            handle = self._ask(lines, search, deadline)
+            handle = self._ask(lines, search, deadline, cancelled)
             reusable = True
-        except (Aborted, DeadlineExceeded):
+        except (Aborted, Cancelled, DeadlineExceeded):
             reusable = True
             raise
         finally:
@@ -216,7 +224,7 @@ class Caller:
 
     # The find.
 
-    def _ask(self, lines: _Lines, search: Search, deadline: Deadline) -> bytes:
+    def _ask(self, lines: _Lines, search: Search, deadline: Deadline, cancelled: Callable[[], bool] | None) -> bytes:
         while True:
             now = self._clock.monotonic()
             for number in search.due(now):
@@ -224,12 +232,16 @@ class Caller:
                 search.asked(number, now)
             wait_s = deadline.remaining(max(0.0, search.next_at(now) - now))
             assert wait_s is not None
+            if cancelled is not None:
+                wait_s = min(wait_s, _CANCEL_LOOK_S)
             lost: PeerLost | None = None
             for number in lines.wait(wait_s):
                 lost = self._hear(lines, search, number) or lost
             self._check_open()
             if search.handle is not None:
                 return search.handle
+            if cancelled is not None and cancelled():
+                raise search.given_up()
             if lost is not None:
                 raise lost
             search.check(self._clock.monotonic())

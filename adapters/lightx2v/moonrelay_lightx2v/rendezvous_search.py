@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from moonrelay.clock import Deadline
 from moonrelay.control.wire import Kind, Refusal, Reject, Seal, decode_reject
 from moonrelay.control.wire import Refused as Unreadable
-from moonrelay.errors import Aborted, DeadlineExceeded, MoonrelayError, PeerLost, WireError
+from moonrelay.errors import Aborted, Cancelled, DeadlineExceeded, MoonrelayError, PeerLost, WireError
 from moonrelay_lightx2v.rendezvous_wire import (
     ADDRESS_KEYS,
     MAX_WAIT_MS,
@@ -204,6 +204,11 @@ class Search:
             f"reach it, and send the request again"
         )
         raise PeerLost(message, peer=peers, names=described(self._names))
+
+    def given_up(self) -> Cancelled:
+        """Return the error of a find that nobody wants any more."""
+        message = f"{described(self._names)} was cancelled while it waited for the {self._phase} stage"
+        return Cancelled(message, stage=self._phase)
 
     def too_late(self, deadline: Deadline) -> DeadlineExceeded:
         """Return the error of a find whose time is over."""

@@ -26,17 +26,17 @@ def within(seconds: float) -> Deadline:
 class Finding:
     """A find in a thread of its own: what came of it."""
 
-    def __init__(self, caller: Any, *names: str, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, caller: Any, *names: str, timeout_s: float = TIMEOUT_S, **more: Any) -> None:
         self._result: bytes | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._find, args=(caller, names, within(timeout_s)), name="finding", daemon=True
+            target=self._find, args=(caller, names, within(timeout_s), more), name="finding", daemon=True
         )
         self._thread.start()
 
-    def _find(self, caller: Any, names: tuple[str, ...], deadline: Deadline) -> None:
+    def _find(self, caller: Any, names: tuple[str, ...], deadline: Deadline, more: dict[str, Any]) -> None:
         try:
-            self._result = caller.find(names, deadline)
+            self._result = caller.find(names, deadline, **more)
         except BaseException as exc:
             self._error = exc
 
