@@ -493,6 +493,10 @@ class Cluster(_Deployment):
         end = time.monotonic() + within_s
         return {name: self.wait(name, task, max(0.0, end - time.monotonic())) for name, task in tasks.items()}
 
+    def delete(self, name: str, task: str) -> None:
+        """Give a task up at one process."""
+        self._http(name, "DELETE", f"/v1/tasks/{task}")
+
     def ask(self, within_s: float = WITHIN_S, **request: Any) -> Outcome:
         """Give every process the request; return what becomes of it at the one that has the video."""
         tasks = self.post_all(**request)

@@ -1,4 +1,4 @@
-"""What becomes of a request that its client gives up while a role waits for its input: the role is free within a second.
+"""What becomes of a request that its client gives up while a role waits for its input: the role is free in a second.
 
 From the find up to the host's server, whose DELETE only sets an event on the task.
 """
