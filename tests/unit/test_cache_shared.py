@@ -439,7 +439,7 @@ def test_a_hit_a_miss_and_a_put_take_few_calls() -> None:
     assert relay.calls == ["get_bytes", "get_bytes"]
     relay.calls.clear()
     assert put(heard.store, 3)
-    assert sorted(relay.calls) == ["get_bytes"] * 4 + ["put"] + ["put_if_absent"] * 2
+    assert sorted(relay.calls) == ["get_bytes"] * 6 + ["put"] + ["put_if_absent"] * 2
 
 
 def test_gallop_finds_the_last_from_anywhere() -> None:

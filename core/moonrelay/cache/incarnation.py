@@ -21,6 +21,7 @@ from moonrelay.relay.base import Relay
 _LOOK_S = 1.0
 #: Slots that are evicted at once.
 _BATCH = 64
+_MARKS_AT_ONCE = 256
 #: Generations that one put may open before it gives up.
 _ATTEMPTS = 4
 
@@ -155,6 +156,10 @@ class Incarnation:
             if entries:
                 self._on_evicted(entries, nbytes)
 
+    def keeps(self, generation: int, deadline: Deadline) -> bool:
+        """Return whether what was put into a generation before this call will be seen by whoever evicts or clears."""
+        return self.generations.takes_entries(generation, deadline) and not self.is_ending(deadline)
+
     def is_ending(self, deadline: Deadline) -> bool:
         """Return whether this incarnation is being cleared, or was."""
         # In this order: the mark goes after the root.
@@ -162,22 +167,38 @@ class Incarnation:
         return ends or self._relay.get_bytes(self._root_key, deadline) != encoded(self.root)
 
     def end(self, deadline: Deadline) -> None:
-        """Remove all that is in it, but for the mark that it ends. Any number of processes may do it at once."""
+        """Remove all that is in it, but for `last_keys`. Any number of processes may do it at once."""
         self._relay.put_if_absent(self.end_key, MARK, deadline)
+        emptied = self._relay.get_bytes(self._emptied_key, deadline)
+        if emptied is None:
+            newest = self._empty(deadline)
+            emptied = self._relay.put_if_absent(self._emptied_key, b"%d" % newest, deadline)
+        # From here on the generations cannot be found any more, so their number stands there.
+        marks = self.generations.marks(int(emptied) if emptied.isdigit() else 0)
+        for at in range(0, len(marks), _MARKS_AT_ONCE):
+            self._relay.remove(marks[at : at + _MARKS_AT_ONCE], deadline)
+        self.generations.lost()
+
+    def last_keys(self) -> list[str]:
+        """Return the keys that `end` leaves, in the order in which they may go, after the root."""
+        return [self._emptied_key, self.end_key]
+
+    @property
+    def _emptied_key(self) -> str:
+        return f"{self.base}/y"
+
+    def _empty(self, deadline: Deadline) -> int:
+        """Close and empty all generations of an incarnation that ends; return the newest one's number, 0 for none."""
         emptied = -1
         while True:
             self.generations.lost()
             live = self.live(deadline)
             if not live or live[-1] <= emptied:
-                break
+                return max(0, emptied)
             for n in live:  # an opener looks for the mark after it has opened: none is missed
                 self.generations.close(n, deadline)
                 self.evict(n, deadline)
             emptied = live[-1]
-        marks = self.generations.marks(self.generations.known)
-        for at in range(0, len(marks), 256):
-            self._relay.remove(marks[at : at + 256], deadline)
-        self.generations.lost()
 
     def _is_carded(self, slot: Slot, n: int, deadline: Deadline) -> bool:
         """Return whether the card of a slot's digest should go with it."""

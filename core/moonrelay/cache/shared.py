@@ -219,14 +219,14 @@ class SharedStore:
     def forget(self, digest: str, deadline: Deadline) -> None:
         """Drop an entry, for instance a damaged one, so that the next put replaces it. Raises as `get`."""
         check_digest(digest)
-        life, _ = self._known(deadline, fresh=False)
+        life, _ = self._known(deadline, fresh=True)
         if life is not None:
             self._relay.remove([life.card_key(digest)], deadline)
 
     def entries(self, deadline: Deadline) -> Iterator[StoredEntry]:
         """Tell the entries, the newest generation first. Raises as `get`, also in the middle."""
         life, _ = self._known(deadline, fresh=True)
-        if life is None:
+        if life is None or life.is_ending(deadline):
             return
         for n in reversed(life.live(deadline)):
             for slot in life.log(n).slots(deadline):
@@ -238,7 +238,7 @@ class SharedStore:
     def usage(self, deadline: Deadline) -> StoreUsage:
         """Return how full the store is, by a few small reads per generation. Raises as `get`."""
         life, _ = self._known(deadline, fresh=True)
-        if life is None:
+        if life is None or life.is_ending(deadline):
             return StoreUsage(entries=0, nbytes=0, capacity_bytes=self._capacity, generations=0)
         tails = [tail for n in life.live(deadline) if (tail := life.log(n).tail(deadline)).slot]
         return StoreUsage(
@@ -393,11 +393,11 @@ class SharedStore:
         try:
             self._relay.put(key, entry.parts, deadline, on_quiet=entry.quiet.begin())
             mine = self._show(life, entry, card, deadline)
-            kept = life.generations.takes_entries(place.generation, deadline)
+            kept = life.keeps(place.generation, deadline)
         except MoonrelayError:
             self._take_back(life, entry.digest, card, [key])
             raise
-        if not kept:
+        if not kept:  # and so nobody extends that log any more
             self._take_back(life, entry.digest, card, [key, place.slot_key])
             return None
         if not mine:
@@ -436,10 +436,8 @@ class SharedStore:
     def _end(self, life: Incarnation, deadline: Deadline) -> None:
         life.end(deadline)
         value = self._relay.get_bytes(self._root_key, deadline)
-        gone = [life.end_key]
-        if value == encoded(life.root):
-            gone.insert(0, self._root_key)
-        self._relay.remove(gone, deadline)
+        gone = [self._root_key] if value == encoded(life.root) else []
+        self._relay.remove(gone + life.last_keys(), deadline)
         with self._lock:
             if self._current is life:
                 self._current = None

@@ -7,6 +7,7 @@ Keys, under ``prefix``::
 
     root                     Root: which incarnation stands; only a clear removes it
     <incarnation>/z          this incarnation is being cleared
+    <incarnation>/y          its generations are empty, and this is the number of the newest
     <incarnation>/g<level>/<i>   generation i * RUNG^level was opened, see ``generations``
     <incarnation>/x/<n>      generation n takes no more entries
     <incarnation>/l/<n>/<k>  Slot: the k-th entry of generation n, won by whoever wrote it first
