@@ -8,7 +8,6 @@ lives on until it is taken.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import sys
 import threading
@@ -20,7 +19,6 @@ from moonrelay.clock import Clock, Deadline, SystemClock
 from moonrelay.connector import DiffusionConnector
 from moonrelay.errors import (
     Cancelled,
-    CapacityError,
     ClosedError,
     ConfigError,
     LeaseExpired,
@@ -30,7 +28,7 @@ from moonrelay.errors import (
 )
 from moonrelay.handle import StageHandle
 from moonrelay.payload import StagePayload
-from moonrelay_lightx2v import fields
+from moonrelay_lightx2v import fields, room
 from moonrelay_lightx2v.pairing import Names, said
 from moonrelay_lightx2v.rendezvous import Caller, Desk
 
@@ -44,8 +42,6 @@ logger = logging.getLogger(__name__)
 #: What the trees of our payloads mean.
 SCHEMA: Final = "lightx2v.stage/1"
 _TREE: Final = "tree"
-#: Longest pause between two looks for room: tensors that were handed out give theirs back without a word.
-ROOM_LOOK_S: Final = 0.05
 #: Pause before a receiver asks again for what another one took: its desk has not heard of that yet.
 LOOK_AGAIN_S: Final = 0.2
 #: Bound of one acknowledgement, in seconds.
@@ -96,6 +92,7 @@ class StageLink:
         self._request: _Request | None = None
         self._offered: dict[str, _Offered] = {}
         self._early: dict[str, Event] = {}
+        self._not_consumed: MoonrelayError | None = None
         self._connector = DiffusionConnector(
             role=f"lightx2v-{config.role}",
             transfer_mode=config.transfer_mode,
@@ -142,6 +139,11 @@ class StageLink:
     def connector(self) -> DiffusionConnector:
         """The connector that moves the bytes, to look at."""
         return self._connector
+
+    @property
+    def not_consumed(self) -> MoonrelayError | None:
+        """Why the input of the last request that ended well could not be acknowledged; ``None`` where it was."""
+        return self._not_consumed
 
     def start(self) -> None:
         """Start engine, channel and desk, so that what is missing is said now.
@@ -209,7 +211,14 @@ class StageLink:
             metadata=metadata,
             schema=SCHEMA,
         )
-        handle = self._publish(payload)
+        handle = room.publish(
+            self._connector,
+            payload,
+            self.config,
+            clock=self._clock,
+            changed=self._changed,
+            check_open=self._check_open,
+        )
         with self._changed:
             self._offered[handle.id] = _Offered(handle, request.names)
         replaced = self._desk.offer(request.names, handle.id, handle.to_bytes())
@@ -271,6 +280,7 @@ class StageLink:
         if self._caller is not None and request.names:
             self._caller.forget(request.names)
         claim, request.claim = request.claim, None
+        self._not_consumed = None
         if claim is not None:
             try:
                 if error is None:
@@ -278,6 +288,7 @@ class StageLink:
                 else:
                     claim.nack()
             except MoonrelayError as exc:
+                self._not_consumed = exc
                 # Its work is done; an input that stays is ended by its lease.
                 logger.warning("%s: its input was not acknowledged: %s", said(request.names), exc)
         if self._desk is None or not request.names or request.sent:
@@ -380,10 +391,10 @@ class StageLink:
     def _take(
         self, request: _Request, handle: StageHandle, deadline: Deadline
     ) -> tuple[dict[str, Any], dict[str, object]]:
-        left_s = deadline.remaining(FETCH_TIMEOUT_S)
-        claim = self._connector.claim(handle, timeout_s=left_s if left_s is not None else FETCH_TIMEOUT_S)
+        left_s = deadline.remaining(FETCH_TIMEOUT_S) or 0.0
+        claim = self._connector.claim(handle, timeout_s=left_s)
         try:
-            data = self._read(claim, deadline)
+            data = room.read(claim, self.config, left_s)
         except BaseException:
             claim.nack()
             raise
@@ -394,44 +405,6 @@ class StageLink:
             message = f"{said(request.names)}: what came is no tree of a LightX2V stage"
             raise WireError(message, request_id=handle.request_id)
         return data[_TREE], dict(handle.metadata or {})
-
-    def _read(self, claim: PayloadClaim, deadline: Deadline) -> object:
-        """Read a payload; where there is no room for it, once more without the garbage."""
-        with contextlib.suppress(CapacityError):
-            return claim.read(timeout_s=deadline.remaining(FETCH_TIMEOUT_S))
-        gc.collect()  # of a request before this one, held by a cycle: an exception's traceback makes them
-        try:
-            return claim.read(timeout_s=deadline.remaining(FETCH_TIMEOUT_S))
-        except CapacityError as exc:
-            message = (
-                f"{claim.handle.request_id}: {claim.handle.nbytes} bytes do not fit into the {self.config.role}'s pool "
-                f"of {self.config.transfer.pool_bytes} now: raise disagg_config.staging_bytes, which also holds what "
-                f"the runner still uses of earlier requests ({exc})"
-            )
-            raise CapacityError(message, request_id=claim.handle.request_id) from exc
-
-    def _publish(self, payload: StagePayload) -> StageHandle:
-        """Publish, waiting for room where what was sent before will leave some."""
-        deadline = Deadline(self.config.send_timeout_s, self._clock)
-        while True:
-            try:
-                return self._connector.publish(payload, copy=True)
-            except CapacityError as exc:
-                nbytes = fields.nbytes_of(payload.data)
-                left_s = deadline.remaining() or 0.0
-                held = self._connector.in_use()
-                is_empty = not held["slots"] and not held["payloads"]
-                if nbytes > self.config.transfer.pool_bytes or is_empty or left_s <= 0:
-                    message = (
-                        f"{payload.request_id}: {nbytes} bytes do not fit into the {self.config.role}'s pool of "
-                        f"{self.config.transfer.pool_bytes} (waited {self.config.send_timeout_s - left_s:.0f} s): "
-                        "raise disagg_config.staging_bytes, or see why its receivers do not take what is there "
-                        f"({held['payloads']} payloads; {exc})"
-                    )
-                    raise CapacityError(message, request_id=payload.request_id) from exc
-            with self._changed:
-                self._clock.wait(self._changed, min(left_s, ROOM_LOOK_S))
-            self._check_open()
 
     def _drop(self, payload_id: str, reason: str) -> None:
         with self._changed:
@@ -464,7 +437,7 @@ class StageLink:
             self._changed.notify_all()
         if offered is None or self._desk is None:
             return
-        self._desk.withdraw(payload_id)
+        self._desk.withdraw(payload_id, over=True)
         if event.name == "lease_expired":
             reason = f"nobody took it within lease_ttl_s={self.config.lease_ttl_s:g}"
             self._desk.refuse(offered.names, LeaseExpired.code, reason)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from moonrelay.errors import ConfigError
 from moonrelay_lightx2v import config as settings
 from moonrelay_lightx2v import fields, pairing
 from moonrelay_lightx2v.link import StageLink
+from moonrelay_lightx2v.ranks import RankedLink, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,9 @@ _SIZES: Final = ("auto_height", "auto_width")
 _OVERRIDDEN: Final = ("bootstrap_room", "decoder_bootstrap_room", "receiver_engine_rank")
 
 
+Link = StageLink | RankedLink
+
+
 @dataclass(slots=True)
 class RunnerEnd:
     """What we keep on a runner that is ours.
@@ -50,20 +53,23 @@ class RunnerEnd:
         rooms: What ``disagg_config`` says of rooms and ranks, before any request overwrites it.
     """
 
-    link: StageLink
+    link: Link
     rooms: Mapping[str, Any] = field(default_factory=dict)
     request: dict[str, Any] | None = None
     depth: int = 0
 
 
-def dispatching(native: type) -> type:
+def dispatching(native: type, *, device: Callable[[], Any] | None = None) -> type:
     """Return a subclass of the host's ``DisaggMixin`` that chooses between its methods and ours.
 
     Args:
         native: The host's class.
+        device: Tells where received tensors are to be; the device of the host's platform by default.
 
     Threads: any; its methods are called by the runner's thread.
     """
+
+    where = device or _device
 
     class DisaggMixin(native):  # type: ignore[misc]
         """The host's mixin; see `moonrelay_lightx2v.mixin`."""
@@ -104,7 +110,7 @@ def dispatching(native: type) -> type:
             if end is None:
                 return super().receive_encoder_outputs()
             data, _ = end.link.receive()
-            return fields.on_device(data, _device())
+            return fields.on_device(data, where())
 
         def send_transformer_outputs(self, latents: Any) -> None:
             end = _end_of(self)
@@ -121,7 +127,7 @@ def dispatching(native: type) -> type:
             if end is None:
                 return super().receive_transformer_outputs()
             data, sizes = end.link.receive()
-            latents = fields.on_device(data[_LATENTS], _device())
+            latents = fields.on_device(data[_LATENTS], where())
             # The runner reads sizes here that packed latents do not tell.
             self._p2_receive_meta = {
                 "version": 1,
@@ -162,8 +168,8 @@ def _end_of(runner: object) -> RunnerEnd | None:
 def _init(runner: Any, config: Mapping[str, Any]) -> None:
     """Make a runner ours: what the host's own ``init_disagg`` does, with our link."""
     parsed = settings.parse(config)
-    _refuse_what_cannot_be(config)
-    link = StageLink(parsed)
+    # All ranks of a role call this, each with its own runner; the host's own code cannot have more than one.
+    link: Link = RankedLink(parsed) if world_size() > 1 else StageLink(parsed)
     link.start()
     section = config.get("disagg_config", {})
     rooms = {name: section.get(name) for name in _OVERRIDDEN}
@@ -184,29 +190,12 @@ def _init(runner: Any, config: Mapping[str, Any]) -> None:
     weakref.finalize(runner, _retire, link).atexit = False
     where = f", offers {parsed.sends} at {_address(link.address)}" if link.address is not None else ""
     dials = f", takes {parsed.receives} from {', '.join(map(_address, parsed.dials))}" if parsed.dials else ""
-    logger.info("[moonrelay] disagg_mode=%s: %s%s%s", parsed.role, link.connector, where, dials)
+    logger.info("[moonrelay] disagg_mode=%s: %s%s%s", parsed.role, link, where, dials)
 
 
-def _retire(link: StageLink) -> None:
+def _retire(link: Link) -> None:
     """End the link of a runner that is no more, once what it sent is taken."""
     link.close_when_taken(then=lambda: atexit.unregister(link.at_exit))
-
-
-def _refuse_what_cannot_be(config: Mapping[str, Any]) -> None:
-    if config.get("parallel") and _world_size() > 1:
-        message = (
-            "moonrelay hands over from one rank to one rank, and this role has several; start one process per role "
-            "instance, and several instances: transformers may share one encoder"
-        )
-        raise ConfigError(message, field="parallel")
-
-
-def _world_size() -> int:
-    import torch
-
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return 1
 
 
 def _bracketed(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,11 +28,21 @@ class Role:
         host: Folder with the double's packages.
         task: Of the host.
         stages: 2 where the transformer decodes itself.
+        ranks: This process's rank, how many there are, and a file of theirs; for a role of several.
         section: More for ``disagg_config``.
     """
 
-    def __init__(self, role: str, host: Path, *, task: str = "t2v", stages: int = 2, **section: Any) -> None:
-        given = {"role": role, "task": task, "stages": stages, "section": section}
+    def __init__(
+        self,
+        role: str,
+        host: Path,
+        *,
+        task: str = "t2v",
+        stages: int = 2,
+        ranks: tuple[int, int, str] | None = None,
+        **section: Any,
+    ) -> None:
+        given = {"role": role, "task": task, "stages": stages, "ranks": ranks, "section": section}
         folders = [str(Path(__file__).parent), str(host)]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lightx2v_role", json.dumps(given)],
@@ -40,7 +50,7 @@ class Role:
             stdout=subprocess.PIPE,
             text=True,
             cwd=host,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "GLOO_SOCKET_IFNAME": "lo"},
         )
         self.pid = self._process.pid
 
@@ -141,6 +151,11 @@ def main() -> None:
     from moonrelay_lightx2v.mixin import dispatching, end_of
 
     given = json.loads(sys.argv[1])
+    if given["ranks"]:
+        import torch.distributed
+
+        rank, world, file = given["ranks"]
+        torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     disagg = {
         "connector": "moonrelay",
         "engine": "shm",
@@ -175,6 +190,12 @@ def main() -> None:
                 say()
             case "held":
                 say(**held())
+            case "fail_at":
+                worker.runner.fails_at = told["part"]
+                say()
+            case "release":
+                worker.runner.release_disagg()
+                say()
             case "in_use":
                 deadline = time.monotonic() + told["within_s"]
                 while any(end.link.in_use().values()) and time.monotonic() < deadline:

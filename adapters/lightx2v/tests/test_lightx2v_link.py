@@ -167,6 +167,19 @@ def test_the_sender_may_change_its_tensors_at_once(links: Links) -> None:
     assert take(transformer, ("task:a",)) == 1.0
 
 
+def test_what_was_received_may_be_sent_on_and_changed(links: Links) -> None:
+    """It lies in the pool already, where nothing has to be copied to be sent."""
+    encoder = links.start(ENCODER)
+    transformer = links.start(TRANSFORMER, dials=encoder)
+    decoder = links.start(DECODER, dials=transformer)
+    send(encoder, ("task:a",), 1.0)
+    with request(transformer, "task:a"):
+        data, _ = transformer.receive()
+        transformer.send({"latents": data["latents"]})
+        data["latents"].fill_(9.0)
+    assert take(decoder, ("task:a",)) == 1.0
+
+
 def test_a_receivers_edit_in_place_changes_nobody_elses(links: Links) -> None:
     encoder = links.start(ENCODER)
     transformer = links.start(TRANSFORMER, dials=encoder, sends=False)
@@ -292,8 +305,8 @@ def test_a_request_that_is_sent_again_replaces_what_nobody_took(links: Links) ->
     settle(encoder, transformer)
 
 
-def test_what_failed_is_there_for_another_try(links: Links) -> None:
-    encoder = links.start(ENCODER)
+def test_what_failed_is_there_for_another_try_at_once(links: Links) -> None:
+    encoder = links.start(ENCODER, control=ControlConfig(claim_ttl_s=60.0, retry_s=0.2))
     transformer = links.start(TRANSFORMER, dials=encoder, sends=False)
     send(encoder, ("task:a",), 1.0)
     transformer.begin(("task:a",))
