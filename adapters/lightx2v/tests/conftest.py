@@ -46,6 +46,12 @@ def wan(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
+def wan_i2v(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny image-to-video model; its roles need `lightx2v_model.WITHOUT_IMAGE_ENCODER`."""
+    return lightx2v_model.build(tmp_path_factory.mktemp("lightx2v-model") / "wan-i2v", environment, "i2v")
+
+
+@pytest.fixture(scope="session")
 def right(wan: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Right]:
     made = Right(wan, tmp_path_factory.mktemp("lightx2v-all-in-one"), environment)
     yield made

@@ -1,4 +1,4 @@
-"""A tiny random Wan2.1, in the folder layout that LightX2V loads.
+"""Tiny random Wan2.1 models, in the folder layout that LightX2V loads.
 
 `build` makes it in a process of the host's, which knows the names of the weights.
 """
@@ -32,14 +32,22 @@ _TIMEOUT_S = 300.0
 _SPREAD = 0.05
 
 
-def build(folder: Path, environment: Mapping[str, str]) -> Path:
-    """Build the text-to-video model; return its folder.
+#: Of the denoiser for images to videos: beside the latents come those of the image, and four channels of a mask.
+IMAGE_TO_VIDEO: dict[str, Any] = {**DENOISER, "in_dim": 36, "model_type": "i2v"}
+#: What the JSON of every role says for that model: the image's embedding, of a network that cannot be made small, is
+#: left out, as Wan2.2 does.
+WITHOUT_IMAGE_ENCODER: dict[str, Any] = {"use_image_encoder": False}
+
+
+def build(folder: Path, environment: Mapping[str, str], task: str = "t2v") -> Path:
+    """Build a model; return its folder.
 
     Args:
         folder: Where to.
         environment: Variables of a process that runs the host; see `lightx2v_cpu.install.place`.
+        task: ``t2v`` or ``i2v``; for the latter the roles need `WITHOUT_IMAGE_ENCODER`.
     """
-    command = [sys.executable, __file__, str(folder)]
+    command = [sys.executable, __file__, str(folder), task]
     made = subprocess.run(
         command, env={**os.environ, **environment}, timeout=_TIMEOUT_S, check=False, capture_output=True, text=True
     )
@@ -49,21 +57,29 @@ def build(folder: Path, environment: Mapping[str, str]) -> Path:
     return folder
 
 
-def _write(folder: Path) -> None:
+def image(path: Path) -> Path:
+    """Write an image to start a video from; return its path."""
+    from PIL import Image
+
+    Image.radial_gradient("L").resize((80, 64)).convert("RGB").save(path)
+    return path
+
+
+def _write(folder: Path, sizes: Mapping[str, Any]) -> None:
     import lightx2v  # noqa: F401  # makes the platform known
     import torch
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    save_file(_denoiser(), folder / "diffusion_pytorch_model.safetensors")
-    (folder / "config.json").write_text(json.dumps(DENOISER))
+    save_file(_denoiser(sizes), folder / "diffusion_pytorch_model.safetensors")
+    (folder / "config.json").write_text(json.dumps(sizes))
     torch.save(_text_encoder(), folder / "models_t5_umt5-xxl-enc-bf16.pth")
     torch.save(_vae(), folder / "Wan2.1_VAE.pth")
     _tokenizer().save_pretrained(folder / "google" / "umt5-xxl")
 
 
-def _denoiser() -> dict[str, Any]:
+def _denoiser(sizes: Mapping[str, Any]) -> dict[str, Any]:
     import torch
     from lightx2v_cpu.platform import TEXT_ENCODER
 
@@ -76,16 +92,16 @@ def _denoiser() -> dict[str, Any]:
         noise(f"{name}.weight", outputs, inputs)
         noise(f"{name}.bias", outputs)
 
-    dim, out = DENOISER["dim"], DENOISER["out_dim"]
+    dim, out = sizes["dim"], sizes["out_dim"]
     ones = torch.ones(dim, dtype=torch.bfloat16)
-    noise("patch_embedding.weight", dim, DENOISER["in_dim"], 1, 2, 2)
+    noise("patch_embedding.weight", dim, sizes["in_dim"], 1, 2, 2)
     noise("patch_embedding.bias", dim)
     linear("text_embedding.0", dim, TEXT_ENCODER["dim"])
     linear("text_embedding.2", dim, dim)
-    linear("time_embedding.0", dim, DENOISER["freq_dim"])
+    linear("time_embedding.0", dim, sizes["freq_dim"])
     linear("time_embedding.2", dim, dim)
     linear("time_projection.1", 6 * dim, dim)
-    for number in range(DENOISER["num_layers"]):
+    for number in range(sizes["num_layers"]):
         block = f"blocks.{number}"
         noise(f"{block}.modulation", 1, 6, dim)
         for attention in ("self_attn", "cross_attn"):
@@ -95,8 +111,8 @@ def _denoiser() -> dict[str, Any]:
                 made[f"{block}.{attention}.norm_{part}.weight"] = ones.clone()
         made[f"{block}.norm3.weight"] = ones.clone()
         noise(f"{block}.norm3.bias", dim)
-        linear(f"{block}.ffn.0", DENOISER["ffn_dim"], dim)
-        linear(f"{block}.ffn.2", dim, DENOISER["ffn_dim"])
+        linear(f"{block}.ffn.0", sizes["ffn_dim"], dim)
+        linear(f"{block}.ffn.2", dim, sizes["ffn_dim"])
     noise("head.modulation", 1, 2, dim)
     linear("head.head", 4 * out, dim)
     return made
@@ -141,4 +157,4 @@ def _tokenizer() -> Any:
 
 
 if __name__ == "__main__":
-    _write(Path(sys.argv[1]))
+    _write(Path(sys.argv[1]), IMAGE_TO_VIDEO if sys.argv[2] == "i2v" else DENOISER)

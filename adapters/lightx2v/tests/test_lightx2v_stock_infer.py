@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lightx2v_cluster import OneShot
+from lightx2v_model import WITHOUT_IMAGE_ENCODER, image
 from lightx2v_scenarios import RED, run_once
 
 pytestmark = [pytest.mark.lightx2v, pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -25,3 +27,14 @@ def test_three_roles_make_the_same_video_and_never_exit(wan: Path, environment: 
     assert seen.video
     assert seen.video == undivided.video
     assert seen.exit_codes == {"encoder": None, "transformer": None, "decode": None}
+
+
+def test_three_roles_make_the_same_video_of_an_image(
+    wan_i2v: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    asked = {**RED, "image_path": str(image(tmp_path / "image.png"))}
+    more: dict[str, Any] = {"task": "i2v", "config": {"all": WITHOUT_IMAGE_ENCODER}}
+    undivided = run_once(OneShot(wan_i2v, tmp_path / "undivided", environment, roles=(), **more), asked)
+    seen = run_once(OneShot(wan_i2v, tmp_path / "roles", environment, **more), asked, EXITS_NOT_IN_S)
+    assert seen.video
+    assert seen.video == undivided.video
