@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from lightx2v_cluster import Monolith, Outcome
 
@@ -15,7 +16,7 @@ class Right:
         self._started = False
         self._known: dict[str, Outcome] = {}
 
-    def __call__(self, **request: object) -> Outcome:
+    def __call__(self, **request: Any) -> Outcome:
         """Return what the undivided host makes of a request."""
         key = repr(sorted(request.items()))
         if key not in self._known:
