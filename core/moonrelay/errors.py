@@ -95,6 +95,12 @@ class LeaseExpired(MoonrelayError):
     """The payload's lease ran out before it was read."""
 
 
+class InputLost(MoonrelayError):
+    """What a stage was to work on is not where it was kept any more; the stage before makes it again."""
+
+    retryable = True
+
+
 class NoCredit(MoonrelayError):
     """No buffer slot is free downstream."""
 

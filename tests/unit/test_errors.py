@@ -13,7 +13,10 @@ def leaves(root: type[MoonrelayError] = MoonrelayError) -> list[type[MoonrelayEr
     return own + [leaf for child in root.__subclasses__() for leaf in leaves(child)]
 
 
-RETRYABLE = {"QueueFull", "LeaseHeld", "NoCredit", "Preempted", "TransferFailed", "TransferTimeout", "PeerLost"}
+RETRYABLE = {
+    *("QueueFull", "LeaseHeld", "InputLost", "NoCredit", "Preempted"),
+    *("TransferFailed", "TransferTimeout", "PeerLost"),
+}
 
 
 def test_what_is_worth_retrying_is_what_the_architecture_says() -> None:

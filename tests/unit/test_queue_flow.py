@@ -133,6 +133,41 @@ class TestRewind:
         encode_one(queue, "r1", encode)
         assert take(denoise).attempt == 1
 
+    def test_a_request_may_begin_further_on_and_goes_back_when_that_input_is_gone(self, queue: StageQueue) -> None:
+        encode, denoise = join(queue, "encode"), join(queue, "denoise")
+        join(queue, "decode")
+        first = StageTask(stage="encode", request_id="r1", payload={"prompt": "a cat"}, priority="batch")
+        queue.submit(first, ahead=StageTask(stage="denoise", payload={"kept": ["d1"]}, max_attempts=2))
+        assert at(queue, "r1") == ("queued", "denoise")
+        assert encode.take(timeout_s=0) is None
+        job = take(denoise)
+        assert (job.task.payload, job.task.handle, job.task.priority) == ({"kept": ["d1"]}, None, "batch")
+        job.lost_input(PeerLost("evicted"))
+        job = take(encode)
+        assert (job.task.payload, job.attempt, job.task.priority) == ({"prompt": "a cat"}, 1, "batch")
+        job.complete(next_task=StageTask(stage="denoise", handle=b"e1"))
+        job = take(denoise)
+        assert (job.task.handle, job.attempt) == (b"e1", 2)
+        assert [event.kind for event in queue.events() if event.request_id == "r1"] == [
+            *("submitted", "claimed", "rewound", "claimed", "completed", "claimed"),
+        ]
+
+    def test_one_that_begins_further_on_is_the_same_request(self, queue: StageQueue) -> None:
+        first = StageTask(stage="encode", request_id="r1", payload={"prompt": "a cat"})
+        ahead = StageTask(stage="denoise", payload={"kept": ["d1"]})
+        assert queue.submit(first, if_absent=True, ahead=ahead)
+        assert not queue.submit(first, if_absent=True)
+        assert not queue.submit(first, if_absent=True, ahead=ahead)
+        assert at(queue, "r1") == ("queued", "denoise")
+        with pytest.raises(ConfigError, match="differs"):
+            queue.submit(StageTask(stage="encode", request_id="r1", payload={}), if_absent=True, ahead=ahead)
+
+    @pytest.mark.parametrize("stage", ["encode", "denoise", "nowhere"])
+    def test_it_cannot_begin_before_its_first_stage(self, queue: StageQueue, stage: str) -> None:
+        with pytest.raises(ConfigError, match="stage"):
+            queue.submit(StageTask(stage="denoise", request_id="r1"), ahead=StageTask(stage=stage))
+        assert queue.requests() == []
+
     def test_without_an_earlier_stage_the_request_fails(self, queue: StageQueue) -> None:
         queue.submit(StageTask(stage="decode", request_id="r1", handle=b"from outside"))
         take(join(queue, "decode")).lost_input(PeerLost("gone"))

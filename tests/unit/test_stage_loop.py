@@ -14,6 +14,7 @@ from moonrelay.errors import (
     Cancelled,
     ClosedError,
     DeadlineExceeded,
+    InputLost,
     IntegrityError,
     LeaseLost,
     MoonrelayError,
@@ -138,6 +139,18 @@ def test_a_result_without_a_next_stage_ends_the_request(house: House) -> None:
     house.submit()
     house.loop(lambda work: Outcome(result={"n": 1})).do(house.take())
     assert house.queue.result("r1", timeout_s=1) == {"n": 1}
+
+
+def test_an_input_that_was_kept_elsewhere_and_is_gone_goes_back_too(house: House) -> None:
+    first = StageTask(stage="encode", request_id="r1", payload={})
+    house.queue.submit(first, ahead=StageTask(stage="denoise", payload={"kept": "there"}))
+    loop = house.loop(raising(InputLost("evicted")))
+    loop.do(house.take())
+    assert house.request() == ("queued", "encode")
+    assert (loop.counts.rewound, loop.counts.failed) == (1, 0)
+    house.encode()
+    house.loop(denoise).do(house.take())
+    assert house.request() == ("queued", "decode")
 
 
 def test_an_input_that_is_gone_goes_back_to_the_stage_that_made_it(house: House) -> None:

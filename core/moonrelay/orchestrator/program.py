@@ -107,6 +107,8 @@ class StageProgram(Protocol):
         Raises:
             MoonrelayError: The job failed; ``retryable`` decides whether it is tried again.
             Preempted: `Work.leaving` said so, and the state is saved: the job goes back to the queue.
+            InputLost: A task without a handle named what is kept elsewhere, and it is not there any more: the request
+                goes back to the stage before.
         """
         ...
 

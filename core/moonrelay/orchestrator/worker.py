@@ -15,6 +15,7 @@ from moonrelay.connector import DiffusionConnector, PayloadClaim
 from moonrelay.errors import (
     Aborted,
     ClosedError,
+    InputLost,
     IntegrityError,
     LeaseExpired,
     LeaseLost,
@@ -172,7 +173,10 @@ class StageLoop:
         except BaseException as exc:
             self._drop(outcome)
             if claim is None:
-                raise
+                if not isinstance(exc, InputLost) or job.lost is not None:
+                    raise
+                self._rewind(job, exc)
+                return
             claim.nack()
             if exc is not claim.failure or not isinstance(exc, _INPUT_GONE) or job.lost is not None:
                 raise

@@ -95,12 +95,22 @@ class StageQueue(ABC):
     # Clients.
 
     @abstractmethod
-    def submit(self, task: StageTask, *, if_absent: bool = False) -> bool:
+    def submit(self, task: StageTask, *, if_absent: bool = False, ahead: StageTask | None = None) -> bool:
         """Queue a request's first task.
 
         A request id is taken until `forget` (or until the ended request is dropped as the oldest). A client that does
         not know whether its submit arrived repeats it with ``if_absent=True``: an equal task under the same id is then
         left as it stands, wherever it has got to; a different one is refused.
+
+        Where what the first stage would make is there already, the request may begin further on: with ``ahead``, whose
+        stage comes later. ``task`` is kept: it is what the request is known by, and what it goes back to when
+        `Job.lost_input` says that the input of ``ahead`` is not there after all.
+
+        Args:
+            task: The first task, with the request's id, priority and deadline.
+            if_absent: See above.
+            ahead: The task to begin with instead; of its own it has stage, payload, handle, affinity and bounds of
+                attempts.
 
         Returns:
             True when queued, False when ``if_absent`` found it there.

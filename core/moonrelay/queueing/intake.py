@@ -42,7 +42,7 @@ def pack(book_limit: int, field: str, task: StageTask) -> PackedTask:
     )
 
 
-def submit(book: Book, request_id: str, task: PackedTask, *, if_absent: bool) -> bool:
+def submit(book: Book, request_id: str, task: PackedTask, *, if_absent: bool, ahead: PackedTask | None = None) -> bool:
     """Queue a new request; see `StageQueue.submit`."""
     book.pipeline[task.stage]
     there = book.tx.request(request_id)
@@ -55,14 +55,15 @@ def submit(book: Book, request_id: str, task: PackedTask, *, if_absent: bool) ->
     if book.tx.active() >= book.config.max_depth:
         message = f"{book.config.max_depth} requests are under way (max_depth); try again later"
         raise QueueFull(message, request_id=request_id)
+    first = ahead or task
     row = RequestRow(
         request_id=request_id,
         number=book.tx.next("request"),
         fingerprint=task.fingerprint,
         state="queued",
-        stage=task.stage,
+        stage=first.stage,
         priority=task.priority or "standard",
-        affinity=task.affinity,
+        affinity=first.affinity,
         queued_at_s=book.now_s,
         not_before_s=book.now_s,
         submitted_at_s=book.now_s,
@@ -70,22 +71,26 @@ def submit(book: Book, request_id: str, task: PackedTask, *, if_absent: bool) ->
         deadline_at_s=None if task.deadline_s is None else book.now_s + task.deadline_s,
     )
     book.tx.put_request(row)
-    book.tx.put_stage(
-        StageRow(
-            request_id=request_id,
-            stage=task.stage,
-            made_by=None,
-            payload=task.payload,
-            handle=task.handle,
-            handle_kind=task.handle_kind,
-            affinity=task.affinity,
-            attempt=task.attempt,
-            spent=0,
-            max_attempts=task.max_attempts or book.config.max_attempts,
-        )
-    )
+    book.tx.put_stage(_first_row(book, request_id, task, made_by=None))
+    if ahead is not None:
+        book.tx.put_stage(_first_row(book, request_id, ahead, made_by=task.stage))
     book.tell("submitted", row)
     return True
+
+
+def _first_row(book: Book, request_id: str, task: PackedTask, *, made_by: str | None) -> StageRow:
+    return StageRow(
+        request_id=request_id,
+        stage=task.stage,
+        made_by=made_by,
+        payload=task.payload,
+        handle=task.handle,
+        handle_kind=task.handle_kind,
+        affinity=task.affinity,
+        attempt=task.attempt,
+        spent=0,
+        max_attempts=task.max_attempts or book.config.max_attempts,
+    )
 
 
 def cancel(book: Book, request_id: str) -> bool:

@@ -109,13 +109,19 @@ class StoredQueue(StageQueue):
     def config(self) -> QueueConfig:
         return self._engine.config
 
-    def submit(self, task: StageTask, *, if_absent: bool = False) -> bool:
+    def submit(self, task: StageTask, *, if_absent: bool = False, ahead: StageTask | None = None) -> bool:
         if task.request_id is None:
             raise ConfigError("a submitted task needs a request_id", field="request_id")
         request_id = task.request_id
         self.pipeline[task.stage]
         packed = intake.pack(self.config.max_task_bytes, "task", task)
-        return self._engine.run(lambda book: intake.submit(book, request_id, packed, if_absent=if_absent))
+        further = None if ahead is None else intake.pack(self.config.max_task_bytes, "ahead", ahead)
+        if ahead is not None and self.pipeline.position(ahead.stage) <= self.pipeline.position(task.stage):
+            message = f"ahead.stage={ahead.stage!r} must come after {task.stage!r} in {self.pipeline!r}"
+            raise ConfigError(message, field="ahead.stage")
+        return self._engine.run(
+            lambda book: intake.submit(book, request_id, packed, if_absent=if_absent, ahead=further)
+        )
 
     def result(self, request_id: str, timeout_s: float | None = None) -> Plain:
         check_name("request_id", request_id)
