@@ -370,6 +370,17 @@ def test_an_identity_that_says_nothing_is_refused(field: str) -> None:
     assert caught.value.context["field"] == field
 
 
+@pytest.mark.parametrize("field", ["loras", "guidance", "numerics"])
+def test_values_that_are_not_plain_are_refused(field: str) -> None:
+    class Text(str):
+        __slots__ = ()
+
+    for value in (Text("2.13"), object(), [1]):
+        with pytest.raises(ConfigError) as caught:
+            dataclasses.replace(IDENTITY, **{field: {"x": value}})  # type: ignore[arg-type]
+        assert caught.value.context["field"] == field
+
+
 # -- what is missing in a state is named ---------------------------------------------------------------------------
 
 

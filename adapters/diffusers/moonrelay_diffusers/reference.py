@@ -60,12 +60,15 @@ class Reference:
             ConfigError: The model cannot do what the request asks.
         """
         from moonrelay_diffusers.families.common import noise_source, step_callback
+        from moonrelay_diffusers.scheduling import seeded_steps
 
         resolved = self._family.resolve(request, self.info)
         arguments = self._family.call_arguments(resolved)
         if on_step is not None:
             arguments |= step_callback(resolved.num_inference_steps or 0, on_step, None)
-        output = self._pipe(**arguments, generator=noise_source(resolved.seed), output_type="np", return_dict=False)[0]
+        generator = noise_source(resolved.seed)
+        with seeded_steps(self._pipe.scheduler, generator):
+            output = self._pipe(**arguments, generator=generator, output_type="np", return_dict=False)[0]
         return of_kind(output[0] if output.ndim == 5 else output, kind)
 
 

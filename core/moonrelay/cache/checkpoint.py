@@ -294,8 +294,9 @@ class Checkpointer:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception:  # the thread's outermost frame: a defect here must not end the job
+        except Exception as exc:  # the thread's outermost frame: a defect here must not end the job
             logger.exception("checkpointing failed")
+            self.trouble(None, "checkpointing failed", exc)
         finally:
             self._ended()
 

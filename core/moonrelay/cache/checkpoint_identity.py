@@ -24,6 +24,7 @@ OVERRIDABLE: Final = frozenset({"request_id", "model", "loras", "guidance", "con
 #: Longest value shown in a refusal.
 _SHOWN: Final = 120
 _PARTS: Final = ("step", "latents", "scheduler", "generators", "extra")
+_PLAIN: Final = frozenset({str, int, float, bool, type(None)})
 
 Plain = str | int | float | bool | None
 
@@ -74,13 +75,15 @@ class CheckpointIdentity:
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
             if entry.name in ("loras", "guidance", "numerics"):
-                ok = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+                ok = isinstance(value, Mapping) and all(
+                    type(name) is str and type(part) in _PLAIN for name, part in value.items()
+                )
             elif entry.name == "latent_shape":
                 ok = isinstance(value, tuple) and all(type(size) is int for size in value)
             elif entry.name in ("num_steps", "seed"):
                 ok = type(value) is int
             else:
-                ok = isinstance(value, str) and bool(value)
+                ok = type(value) is str and bool(value)
             if not ok:
                 message = f"{entry.name}={value!r} does not say what the run is; fill it in, or take no checkpoints"
                 raise ConfigError(message, field=entry.name)

@@ -353,7 +353,8 @@ def _side_streams(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for device in devices:
-            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stack.enter_context(torch.cuda.stream(stream))
         yield
 
 

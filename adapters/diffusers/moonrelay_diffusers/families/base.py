@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from moonrelay_diffusers.loop import RunCheckpoints
     from moonrelay_diffusers.model import ModelInfo
 
     Floats: TypeAlias = npt.NDArray[np.float32]
@@ -91,18 +92,22 @@ class DenoiseRunner(Protocol):
         on_step: Callable[[int, int], None] | None = None,
         out: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
         cancelled: Callable[[], bool] | None = None,
+        checkpoints: RunCheckpoints | None = None,
     ) -> torch.Tensor:
-        """Denoise from the seed's noise.
+        """Denoise from the seed's noise, or from where a checkpoint of this very run was taken: the bits are the same.
 
         Args:
             tree: What `EncodeRunner.run` gave.
             on_step: Called after each step with (steps done, steps in all).
             out: Gives the tensor, of the shape and type asked for, in which the latents shall land.
             cancelled: Asked after each step; true ends the run.
+            checkpoints: Where the loop's state is saved as it goes, and looked for at its start.
 
         Raises:
             Cancelled: ``cancelled`` said so.
             ConfigError: The tree lacks something, or does not fit the model.
+            Preempted: ``checkpoints.leaving`` said so, and the state is saved.
+            CheckpointMismatch: It was to go on from another request's checkpoint, and cannot.
         """
         ...
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moonrelay.errors import Cancelled, ConfigError
+from moonrelay_diffusers.identity import ModelIdentity
+from moonrelay_diffusers.loop import DenoiseLoop, RunCheckpoints
 from moonrelay_diffusers.numerics import aligned
 from moonrelay_diffusers.request import StageParams
 
@@ -123,6 +125,7 @@ class PipelineDenoiser(ABC):
     def __init__(self, pipe: Untyped, components: tuple[str, ...]) -> None:
         self._pipe = pipe
         self.components = components
+        self._identity = ModelIdentity(self.family, pipe)
         self._dtypes: dict[torch.dtype, torch.dtype] = {}
 
     @abstractmethod
@@ -151,23 +154,32 @@ class PipelineDenoiser(ABC):
         on_step: Callable[[int, int], None] | None = None,
         out: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
         cancelled: Callable[[], bool] | None = None,
+        checkpoints: RunCheckpoints | None = None,
     ) -> torch.Tensor:
-        """Denoise from the seed's noise; see `DenoiseRunner`."""
+        """Denoise from the seed's noise, or from a checkpoint; see `DenoiseRunner`."""
         params = params_of(tree)
         spec = self.latent_spec(tree)
         raise_if(cancelled, "cancelled before the first step")
         destination = None if out is None else out(*spec)
-        latents: torch.Tensor = self._pipe(
-            height=params.height,
-            width=params.width,
-            num_inference_steps=params.num_inference_steps,
-            max_sequence_length=params.max_sequence_length,
-            generator=noise_source(params.seed),
-            output_type="latent",
-            return_dict=False,
-            **self.call_arguments(tree, params),
-            **step_callback(params.num_inference_steps, on_step, cancelled),
-        )[0]
+        loop = DenoiseLoop(
+            self._pipe,
+            params.num_inference_steps,
+            noise_source(params.seed),
+            identify=lambda request_id, history: self._identity.of_run(request_id, history, params, tree, spec),
+            on_step=on_step,
+            cancelled=cancelled,
+            checkpoints=checkpoints,
+        )
+        latents: torch.Tensor = loop.run(
+            {
+                "height": params.height,
+                "width": params.width,
+                "num_inference_steps": params.num_inference_steps,
+                "max_sequence_length": params.max_sequence_length,
+                "output_type": "latent",
+                **self.call_arguments(tree, params),
+            }
+        )
         if (tuple(latents.shape), latents.dtype) != spec:
             message = (
                 f"the pipeline gave latents {tuple(latents.shape)} {latents.dtype}, not {spec[0]} {spec[1]} as planned"
