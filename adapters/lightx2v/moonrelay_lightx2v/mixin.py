@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from moonrelay.errors import ConfigError
 from moonrelay_lightx2v import config as settings
-from moonrelay_lightx2v import fields, pairing
+from moonrelay_lightx2v import fields, given_up, pairing
 from moonrelay_lightx2v.link import StageLink
 from moonrelay_lightx2v.ranks import RankedLink, world_size
 
@@ -31,6 +32,8 @@ _WRAPPED: Final = "_moonrelay_wrapped"
 
 _LATENT_SHAPE: Final = "latent_shape"
 _LATENTS: Final = "latents"
+#: In our metadata: a digest of the prompt that a payload was made for.
+_PROMPT: Final = "prompt"
 #: Of the host's ``input_info``: where its Qwen runner puts what it received.
 _IMAGES: Final = "image_encoder_output"
 #: Of the host's ``input_info``: what a decoder must know of an image, which its latents do not tell.
@@ -50,6 +53,7 @@ class RunnerEnd:
         link: The role's end of the hand-over.
         request: What the server asked last, as it handed it to the runner; ``None`` where it has not asked since.
         depth: How deep the runner is in ``run_pipeline``: one that calls its parent's is one request.
+        prompt: A digest of the prompt of the request that it works on, where that has one.
         rooms: What ``disagg_config`` says of rooms and ranks, before any request overwrites it.
     """
 
@@ -57,6 +61,7 @@ class RunnerEnd:
     rooms: Mapping[str, Any] = field(default_factory=dict)
     request: dict[str, Any] | None = None
     depth: int = 0
+    prompt: str | None = None
 
 
 def dispatching(native: type, *, device: Callable[[], Any] | None = None) -> type:
@@ -102,14 +107,15 @@ def dispatching(native: type, *, device: Callable[[], Any] | None = None) -> typ
             if end is None:
                 super().send_encoder_outputs(inputs, latent_shape)
                 return
-            end.link.send({**inputs, _LATENT_SHAPE: latent_shape})
+            end.link.send({**inputs, _LATENT_SHAPE: latent_shape}, metadata={_PROMPT: end.prompt})
             logger.info("[moonrelay] encoder outputs offered")
 
         def receive_encoder_outputs(self) -> Any:
             end = _end_of(self)
             if end is None:
                 return super().receive_encoder_outputs()
-            data, _ = end.link.receive()
+            data, metadata = end.link.receive()
+            _check_prompt(end, metadata)
             return fields.on_device(data, where())
 
         def send_transformer_outputs(self, latents: Any) -> None:
@@ -119,22 +125,22 @@ def dispatching(native: type, *, device: Callable[[], Any] | None = None) -> typ
                 return
             asked = getattr(self, "input_info", None)
             sizes = {name: _plain(getattr(asked, name, None)) for name in _SIZES}
-            end.link.send({_LATENTS: latents.detach()}, metadata=sizes)
+            end.link.send({_LATENTS: latents.detach()}, metadata={**sizes, _PROMPT: end.prompt})
             logger.info("[moonrelay] latents offered")
 
         def receive_transformer_outputs(self) -> Any:
             end = _end_of(self)
             if end is None:
                 return super().receive_transformer_outputs()
-            data, sizes = end.link.receive()
+            data, metadata = end.link.receive()
+            _check_prompt(end, metadata)
             latents = fields.on_device(data[_LATENTS], where())
             # The runner reads sizes here that packed latents do not tell.
             self._p2_receive_meta = {
                 "version": 1,
                 "latents_shape": list(latents.shape),
                 "latents_dtype": str(latents.dtype),
-                **dict.fromkeys(_SIZES),
-                **sizes,
+                **{name: metadata.get(name) for name in _SIZES},
             }
             return latents
 
@@ -210,8 +216,9 @@ def _bracketed(run: Callable[..., Any]) -> Callable[..., Any]:
         request, end.request = end.request, None
         end.depth += 1
         try:
+            end.prompt = pairing.prompt_of(request, asked)
             names = pairing.names_of(request, asked, by_content=_pairs_by_content(self, end))
-            end.link.begin(names)
+            end.link.begin(names, cancelled=given_up.watch(request))
             result = run(self, *args, **kwargs)
         except BaseException as exc:
             end.link.end(exc)
@@ -227,6 +234,17 @@ def _bracketed(run: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(run_pipeline, _WRAPPED, True)
     return run_pipeline
+
+
+def _check_prompt(end: RunnerEnd, metadata: Mapping[str, object]) -> None:
+    theirs = metadata.get(_PROMPT)
+    if theirs is not None and end.prompt is not None and theirs != end.prompt:
+        message = (
+            f"what the role before made under this request's id is for another prompt ({end.link.config.receives}): "
+            "two requests go by one id, or the roles were asked for different things; give each request a task_id or "
+            "data_bootstrap_room of its own, and all roles the same body"
+        )
+        raise ConfigError(message, field="data_bootstrap_room")
 
 
 def _pairs_by_content(runner: Any, end: RunnerEnd) -> bool:

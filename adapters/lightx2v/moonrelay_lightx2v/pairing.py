@@ -6,6 +6,9 @@ for. So clients that send one id to all roles are paired by it; and clients that
 host's example scripts do, are paired by what they ask for: two requests that ask for the very same, seed included, get
 the very same bytes, and whose are whose makes no difference to anybody. Nothing is ever paired by the order of arrival.
 
+An id belongs to one request at a time. One that two requests go by at once is found by their prompts: what was made for
+another prompt is refused by the role that received it.
+
 Files that a request names count by what is in them: the host's servers write an image that came with a request to a
 path of their own. A request of a server that names a file which this role cannot see goes by its ids alone; without a
 server, where there are no ids, such a file counts by its path.
@@ -98,6 +101,19 @@ def names_of(request: Mapping[str, Any] | None, asked: Any, *, by_content: bool 
         task = request.get(TASK_ID)
         found = [None if task is None else _id("task", task), _digest(request, _content) if by_content else None]
     return tuple(dict.fromkeys(name for name in found if name is not None))
+
+
+def prompt_of(request: Mapping[str, Any] | None, asked: Any) -> str | None:
+    """Return a digest of a request's prompt, to find one id that was given to two requests; ``None`` without one.
+
+    Args:
+        request: As for `names_of`.
+        asked: As for `names_of`.
+    """
+    prompt = getattr(asked, "prompt", None) if request is None else request.get("prompt")
+    if not isinstance(prompt, str) or not prompt:
+        return None
+    return hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def said(names: Names) -> str:

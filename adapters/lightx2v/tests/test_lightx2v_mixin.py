@@ -312,6 +312,26 @@ def test_a_room_pairs_bodies_that_differ(start: Any) -> None:
     assert torch.equal(made_by(answer), right("t2i"))
 
 
+def test_one_id_for_two_requests_at_once_is_found(start: Any) -> None:
+    """Under it the transformer's first one would get what was made for the second."""
+    deployment = start("t2v", 2)
+    for prompt in ("first", "second"):
+        deployment.post("encoder", prompt, prompt=prompt, data_bootstrap_room=5)
+    answer = deployment.post("transformer", "a", prompt="first", data_bootstrap_room=5)
+    assert (answer["status"], answer["error_type"]) == ("failed", "ConfigError")
+    assert "two requests go by one id" in answer["error"]
+    found = made_by(deployment.post("transformer", "b", prompt="second", data_bootstrap_room=5))
+    assert torch.equal(found, right("t2v", prompt="second"))
+
+
+def test_an_id_may_be_used_again(start: Any) -> None:
+    deployment = start("t2v", 3)
+    for prompt in ("first", "second"):
+        for role in deployment.workers:
+            answer = deployment.post(role, prompt=prompt, data_bootstrap_room=0)
+        assert torch.equal(made_by(answer), right("t2v", prompt=prompt))
+
+
 def test_different_bodies_without_an_id_are_refused(start: Any) -> None:
     deployment = start("t2v", 2, transfer_timeout_s=1.0)
     deployment.post("encoder", "a", seed=1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightx2v_double import I2VInputInfo, T2VInputInfo
 
-from moonrelay_lightx2v.pairing import names_of, said
+from moonrelay_lightx2v.pairing import names_of, prompt_of, said
 
 BODY: dict[str, Any] = {
     "prompt": "a red cat",
@@ -193,3 +193,9 @@ def test_an_address_counts_as_it_is_written() -> None:
 def test_said() -> None:
     assert said(("task:a", "same:b")) == "task:a"
     assert said(()) == "a request without a name"
+
+
+def test_prompts_are_told_apart() -> None:
+    asked = T2VInputInfo(prompt="a")
+    assert prompt_of(None, asked) == prompt_of({"prompt": "a"}, T2VInputInfo()) != prompt_of({"prompt": "b"}, asked)
+    assert prompt_of({"prompt": ""}, asked) is prompt_of({}, asked) is prompt_of(None, object()) is None
