@@ -611,6 +611,25 @@ def test_of_many_connectors_one_encodes(bench: Bench) -> None:
     assert not any("/f/" in name for name in bench.keys(caches[0]))
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_what_was_stored_between_look_and_turn_is_found(bench: Bench, apart: bool) -> None:
+    late = bench()
+    early = bench() if apart else late
+    flight = late._opened().flight
+    enter = flight.enter
+
+    def after_the_other(digest: str, deadline: Deadline) -> object:
+        flight.enter = enter  # type: ignore[method-assign]
+        assert early.get_or_encode(key(), lambda: "early") == "early"
+        return enter(digest, deadline)
+
+    flight.enter = after_the_other  # type: ignore[assignment, method-assign]
+    assert late.get_or_encode(key(), lambda: pytest.fail("encoded")) == "early"
+    assert early.counters().encodes == 1
+    assert numbers(late).get("waits", 0) == 0
+    assert not any("/f/" in name for name in bench.keys(late))
+
+
 class Broken(Exception):
     pass
 

@@ -345,11 +345,15 @@ def test_parts_are_told_apart_from_their_joins() -> None:
     assert len(digest_of()) == 64
 
 
-def local_class() -> type:
+def of_a_script() -> type:
+    return type("Script", (), {"__module__": "__main__"})
+
+
+def instance() -> object:
     class Local:
         pass
 
-    return Local
+    return Local()
 
 
 def closure(value: int) -> Any:
@@ -372,8 +376,8 @@ def cycle() -> list[Any]:
         len,
         lambda: 1,
         closure(1),
-        local_class(),
-        local_class()(),
+        of_a_script(),
+        instance(),
         Odd("text"),
         iter(()),
         range(3),

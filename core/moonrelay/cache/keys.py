@@ -289,7 +289,7 @@ def _said_by_name(value: Any, depth: int) -> dict[str, Any] | None:
 
 
 def _name(kind: Any) -> str:
-    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+    if kind.__module__ == "__main__":
         message = f"{kind.__module__}.{kind.__qualname__} may be something else in another process"
         raise IncompleteKey(message)
     return f"{kind.__module__}.{kind.__qualname__}"
