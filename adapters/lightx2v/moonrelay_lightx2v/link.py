@@ -31,6 +31,7 @@ from moonrelay.payload import StagePayload
 from moonrelay_lightx2v import fields, room
 from moonrelay_lightx2v.pairing import Names, said
 from moonrelay_lightx2v.rendezvous import Caller, Desk
+from moonrelay_lightx2v.rendezvous_wire import is_shared
 
 if TYPE_CHECKING:
     from moonrelay.connector.claim import PayloadClaim
@@ -59,6 +60,7 @@ class _Request:
     """What this role is working on."""
 
     names: Names
+    cancelled: Callable[[], bool] | None = None
     claim: PayloadClaim | None = None
     sent: bool = False
 
@@ -167,11 +169,12 @@ class StageLink:
 
     # -- a request --------------------------------------------------------------------------------------------------
 
-    def begin(self, names: Names) -> None:
+    def begin(self, names: Names, *, cancelled: Callable[[], bool] | None = None) -> None:
         """Note that this role works on a request from now on; one that was not ended is given back.
 
         Args:
             names: What the request goes by; see `moonrelay_lightx2v.pairing`.
+            cancelled: Tells whether its client has given it up; looked at while this role waits, and before it sends.
 
         Raises:
             ClosedError: The link is closed.
@@ -179,7 +182,7 @@ class StageLink:
         self._check_open()
         if self._request is not None:
             self.end(Cancelled("another request began before this one had ended"))
-        self._request = _Request(names)
+        self._request = _Request(names, cancelled)
         if self._desk is not None and names:
             self._desk.working(names)
 
@@ -193,6 +196,7 @@ class StageLink:
             metadata: Plain values beside it.
 
         Raises:
+            Cancelled: Its client has given it up.
             UnsupportedTensor, ConfigError: A value cannot be carried (names its place); the request has no name; this
                 role sends nothing.
             CapacityError: It is larger than the pool, or there was no room within ``send_timeout_s``.
@@ -204,6 +208,7 @@ class StageLink:
         if self._desk is None:
             message = f"a role of disagg_mode={self.config.role!r} without decoder_engine_rank sends nothing"
             raise ConfigError(message, field="decoder_engine_rank")
+        self._check_wanted(request)
         payload = StagePayload(
             request_id=said(request.names),
             kind=self.config.role,
@@ -217,7 +222,7 @@ class StageLink:
             self.config,
             clock=self._clock,
             changed=self._changed,
-            check_open=self._check_open,
+            check_open=lambda: self._check_wanted(request),
         )
         with self._changed:
             self._offered[handle.id] = _Offered(handle, request.names)
@@ -239,6 +244,7 @@ class StageLink:
             The tree, in memory that goes back to the pool when its tensors die, and the metadata.
 
         Raises:
+            Cancelled: Its client has given it up.
             DeadlineExceeded: Nothing came under the request's names within ``transfer_timeout_s``.
             PeerLost: The role before is gone, or was restarted while it worked on this request.
             Aborted: The role before failed; with its text.
@@ -253,13 +259,15 @@ class StageLink:
             raise ConfigError(message, field="disagg_mode")
         deadline = Deadline(self.config.transfer_timeout_s, self._clock)
         while True:
-            raw = self._caller.find(request.names, deadline)
+            self._check_wanted(request)
+            raw = self._caller.find(request.names, deadline, cancelled=request.cancelled)
             handle = StageHandle.from_bytes(raw)
             try:
                 return self._take(request, handle, deadline)
             except LeaseLost:
-                # Somebody consumed it meanwhile; the desk hears of that, and may get another of the same name.
-                if deadline.expired:
+                # Somebody consumed it meanwhile. Another may ask for the same, so there may be another like it; but
+                # what goes by this request's own id was this request's.
+                if deadline.expired or (handle.request_id == request.names[0] and not is_shared(request.names[0])):
                     raise
                 logger.debug("%s was taken by another receiver, looking again", handle.id)
                 self._caller.forget(request.names)
@@ -289,6 +297,7 @@ class StageLink:
                     claim.nack()
             except MoonrelayError as exc:
                 self._not_consumed = exc
+                claim.nack()  # nothing of it is kept here
                 # Its work is done; an input that stays is ended by its lease.
                 logger.warning("%s: its input was not acknowledged: %s", said(request.names), exc)
         if self._desk is None or not request.names or request.sent:
@@ -373,6 +382,12 @@ class StageLink:
         if self._closed:
             message = "the link is closed; init_disagg makes a new one"
             raise ClosedError(message)
+
+    def _check_wanted(self, request: _Request) -> None:
+        self._check_open()
+        if request.cancelled is not None and request.cancelled():
+            message = f"{said(request.names)} was cancelled before the {self.config.role} was done with it"
+            raise Cancelled(message, stage=self.config.role)
 
     def _current(self) -> _Request:
         self._check_open()

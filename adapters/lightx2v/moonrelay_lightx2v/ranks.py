@@ -86,12 +86,12 @@ class RankedLink:
         """Start rank 0's link; all ranks fail where it does. Blocks: seconds at most. Raises: as `StageLink.start`."""
         self._together(lambda link: link.start())
 
-    def begin(self, names: Names) -> None:
+    def begin(self, names: Names, *, cancelled: Callable[[], bool] | None = None) -> None:
         """Note that this role works on a request from now on. A refusal comes with what is asked of the link next."""
         self._refused = None
         if self._link is not None:
             try:
-                self._link.begin(names)
+                self._link.begin(names, cancelled=cancelled)
             except MoonrelayError as exc:
                 self._refused = exc
 
