@@ -255,10 +255,16 @@ class Desk:
         with self._lock:
             self._book.done(names)
 
-    def withdraw(self, payload_id: str) -> None:
-        """Forget an offer: its payload has ended. Unknown ids are nothing; so is everything after `close`."""
+    def withdraw(self, payload_id: str, *, over: bool = False) -> None:
+        """Forget an offer: its payload has ended. Unknown ids are nothing; so is everything after `close`.
+
+        Args:
+            payload_id: Of the payload.
+            over: Whether a find that comes for it is to learn, when its time is over, that it was there. It waits all
+                the same: a client may send a request again under the same id.
+        """
         with self._lock:
-            self._book.withdraw(payload_id)
+            self._book.withdraw(payload_id, over)
 
     # The thread.
 

@@ -188,6 +188,7 @@ class Book:
         self._works: _Shelf[str, Work] = _Shelf()
         self._waiters: _Shelf[bytes, Waiter] = _Shelf()
         self._given: OrderedDict[bytes, Offer | Failure] = OrderedDict()
+        self._over: OrderedDict[str, None] = OrderedDict()
         self._failed = 0
 
     # What the stage says.
@@ -195,6 +196,7 @@ class Book:
     def working(self, names: Names) -> list[Sending]:
         """Note that a request has begun; return what the finds that wait for it are told."""
         first = names[0]
+        self._over.pop(first, None)
         self._works.pop(first)
         self._works.make_room()
         self._works.put(first, Work(names))
@@ -213,6 +215,7 @@ class Book:
             CapacityError: There are too many offers.
         """
         first = names[0]
+        self._over.pop(first, None)
         self._works.pop(first)
         replaced: str | None = None
         if not is_shared(first):
@@ -250,9 +253,15 @@ class Book:
         """Note that a request is no longer under way."""
         self._works.pop(names[0])
 
-    def withdraw(self, payload_id: str) -> None:
-        """Forget an offer."""
-        self._offers.pop(payload_id)
+    def withdraw(self, payload_id: str, over: bool = False) -> None:
+        """Forget an offer; with ``over``, remember by its exact name that it has ended."""
+        offer = self._offers.pop(payload_id)
+        if offer is None or not over or is_shared(offer.names[0]) or self._works.any_under(offer.names[:1]):
+            return
+        self._over[offer.names[0]] = None
+        self._over.move_to_end(offer.names[0])
+        while len(self._over) > MAX_ENTRIES:
+            self._over.popitem(last=False)
 
     def closing(self) -> list[Sending]:
         """Return what the finds that wait are told when the desk closes."""
@@ -272,7 +281,7 @@ class Book:
             self._waiters.put(token, Waiter(names, token, route, now + wait_s))
         else:
             waiter.route, waiter.until = route, now + wait_s
-        return NotYet(working=self._works.any_under(names))
+        return NotYet(working=self._works.any_under(names), over=names[0] in self._over)
 
     def forget(self, token: bytes, taken: bool, now: float) -> list[Sending]:
         """Forget a find; what it was given and did not take goes to another."""

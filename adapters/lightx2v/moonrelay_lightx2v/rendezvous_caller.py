@@ -18,7 +18,16 @@ import zmq
 
 from moonrelay.clock import Clock, Deadline, SystemClock
 from moonrelay.control.wire import MAX_FRAME_BYTES, NOBLOCK, POLLIN, Complaints
-from moonrelay.errors import Aborted, Cancelled, ClosedError, ConfigError, DeadlineExceeded, PeerLost
+from moonrelay.errors import (
+    Aborted,
+    Cancelled,
+    ClosedError,
+    ConfigError,
+    DeadlineExceeded,
+    LeaseExpired,
+    LeaseLost,
+    PeerLost,
+)
 from moonrelay_lightx2v.rendezvous_search import Search
 from moonrelay_lightx2v.rendezvous_wire import (
     ADDRESS_KEYS,
@@ -113,6 +122,8 @@ class Caller:
             PeerLost: No desk answers for ``peer_timeout_s``, or the one that worked on it is gone, closes, or was
                 restarted.
             Aborted: The stage that was to hand it over failed; the message carries its text, ``cause`` its code.
+            LeaseExpired: What the stage sent under these names has expired.
+            LeaseLost: It was consumed by another receiver, or has ended, and nothing came after it by the deadline.
             DeadlineExceeded: Nothing was offered by the deadline.
             ConfigError: The names are unusable, the desk has another ``auth_key``, or serves another phase.
             VersionError: The desk speaks another version.
@@ -135,7 +146,7 @@ class Caller:
         try:
             handle = self._ask(lines, search, deadline, cancelled)
             reusable = True
-        except (Aborted, Cancelled, DeadlineExceeded):
+        except (Aborted, Cancelled, DeadlineExceeded, LeaseExpired, LeaseLost):
             reusable = True
             raise
         finally:

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from moonrelay.clock import Deadline
 from moonrelay.control.wire import Kind, Refusal, Reject, Seal, decode_reject
 from moonrelay.control.wire import Refused as Unreadable
-from moonrelay.errors import Aborted, Cancelled, DeadlineExceeded, MoonrelayError, PeerLost, WireError
+from moonrelay.errors import (
+    Aborted,
+    Cancelled,
+    DeadlineExceeded,
+    LeaseExpired,
+    LeaseLost,
+    MoonrelayError,
+    PeerLost,
+    WireError,
+)
 from moonrelay_lightx2v.rendezvous_wire import (
     ADDRESS_KEYS,
     MAX_WAIT_MS,
@@ -40,6 +49,7 @@ class _Desk:
         asked_at: When the oldest question was asked that it has not answered; ``None`` when it has.
         nonce: Who answered there; ``None`` before the first answer.
         working: Whether it works on what is wanted, as it said last.
+        over: Whether it had that, as it said last, and has it no more.
         closing: Whether it said that it closes.
         told: Whether it gave this find its answer.
     """
@@ -49,6 +59,7 @@ class _Desk:
     asked_at: float | None = None
     nonce: bytes | None = None
     working: bool = False
+    over: bool = False
     closing: bool = False
     told: bool = False
 
@@ -158,6 +169,9 @@ class Search:
             self.handle = heard.handle
         elif isinstance(heard, Refused):
             desk.told = True
+            if heard.code == LeaseExpired.code:
+                text = f"what the {self._phase} stage sent has expired: {heard.message}"
+                raise LeaseExpired(text, stage=self._phase, peer=desk.peer)
             text = f"the {self._phase} stage failed this request: {heard.message}"
             raise Aborted(text, stage=self._phase, peer=desk.peer, cause=heard.code)
         elif isinstance(heard, Closing):
@@ -179,7 +193,7 @@ class Search:
     def _not_yet(self, desk: _Desk, answer: NotYet, nonce: bytes) -> None:
         if desk.nonce is not None and desk.nonce != nonce and desk.working:
             self._lose(desk, "was restarted while it worked on this request")
-        desk.nonce, desk.working, desk.closing = nonce, answer.working, False
+        desk.nonce, desk.working, desk.over, desk.closing = nonce, answer.working, answer.over, False
 
     # Judging.
 
@@ -210,8 +224,15 @@ class Search:
         message = f"{described(self._names)} was cancelled while it waited for the {self._phase} stage"
         return Cancelled(message, stage=self._phase)
 
-    def too_late(self, deadline: Deadline) -> DeadlineExceeded:
-        """Return the error of a find whose time is over."""
+    def too_late(self, deadline: Deadline) -> DeadlineExceeded | LeaseLost:
+        """Return the error of a find whose time is over: `LeaseLost` where what it wanted was there before."""
+        peers = ", ".join(desk.peer for desk in self._desks)
+        if any(desk.over for desk in self._desks) and not any(desk.working for desk in self._desks):
+            message = (
+                f"what was offered as {described(self._names)} was consumed by another receiver or has ended, and was "
+                f"not sent again within {deadline.timeout_s or 0:g} s; send the request to all roles again"
+            )
+            return LeaseLost(message, stage=self._phase, peer=peers)
         if any(desk.working for desk in self._desks):
             how = "the stage before this one still works on it; allow more time by transfer_timeout_s"
         elif any(desk.nonce is not None for desk in self._desks):
@@ -222,5 +243,4 @@ class Search:
         else:
             how = f"no desk answered; start the role before this one, or set {ADDRESS_KEYS} to reach it"
         message = f"nobody offered {described(self._names)} within {deadline.timeout_s or 0:g} s; {how}"
-        peers = ", ".join(desk.peer for desk in self._desks)
         return DeadlineExceeded(message, stage=self._phase, peer=peers)

@@ -111,9 +111,11 @@ class NotYet(msgspec.Struct, frozen=True, kw_only=True, tag="not_yet"):
 
     Attributes:
         working: Whether the stage works on it now.
+        over: Whether what there was has ended, consumed or not, and nothing has come since.
     """
 
     working: bool
+    over: bool = False
 
 
 class Closing(msgspec.Struct, frozen=True, kw_only=True, tag="closing"):

@@ -275,6 +275,33 @@ def test_a_withdrawn_offer_is_nobodys() -> None:
     assert told.offer("two", "task:1", "same:x") == ["a"]
 
 
+def test_an_offer_that_is_over_is_told_under_its_exact_name_until_the_request_is_sent_again() -> None:
+    told = Told()
+    told.offer("one", "task:1", "same:x")
+    told.offer("two", "same:y")
+    told.book.withdraw("one", over=True)
+    told.book.withdraw("two", over=True)
+    over = NotYet(working=False, over=True)
+    assert told.want("a", "task:1", "same:x") == over
+    assert told.want("b", "task:2", "same:x") == NOTHING, "another request may ask for the same"
+    assert told.want("c", "same:y") == NOTHING
+    told.working("task:1", "same:x")
+    assert told.want("a", "task:1", "same:x") == WORKING
+    assert told.offer("again", "task:1", "same:x") == ["a"]
+    told.book.withdraw("again")
+    assert told.want("d", "task:1", "same:x") == NOTHING
+
+
+def test_what_is_over_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_book, "MAX_ENTRIES", 8)
+    told = Told()
+    for number in range(9):
+        told.offer(f"p{number}", f"task:{number}")
+        told.book.withdraw(f"p{number}", over=True)
+    assert told.want("a", "task:0") == NOTHING
+    assert told.want("b", "task:1") == NotYet(working=False, over=True)
+
+
 def test_what_a_find_did_not_take_goes_to_the_next() -> None:
     told = Told()
     told.offer("one", "same:x")

@@ -7,7 +7,17 @@ import pytest
 
 from moonrelay.clock import Deadline, ManualClock
 from moonrelay.control.wire import NO_SESSION, Frame, Kind, Seal
-from moonrelay.errors import Aborted, ConfigError, MoonrelayError, PeerLost, VersionError, WireError
+from moonrelay.errors import (
+    Aborted,
+    ConfigError,
+    DeadlineExceeded,
+    LeaseExpired,
+    LeaseLost,
+    MoonrelayError,
+    PeerLost,
+    VersionError,
+    WireError,
+)
 from moonrelay_lightx2v.rendezvous_search import Search
 from moonrelay_lightx2v.rendezvous_wire import (
     MAX_NAME_CHARS,
@@ -234,6 +244,24 @@ def test_what_is_no_answer_is_dropped_with_a_reason(make: object) -> None:
     find = search()
     assert find.take(0, make(find.token))  # type: ignore[operator]
     assert find.handle is None
+
+
+def test_what_was_there_and_is_over_is_a_lost_lease_when_the_time_is_over() -> None:
+    find = search()
+    tell(find, NotYet(working=False, over=True))
+    find.check(0.0)
+    error = find.too_late(Deadline(5.0, ManualClock()))
+    assert isinstance(error, LeaseLost)
+    assert "task:1" in str(error)
+    assert "send the request to all roles again" in str(error)
+    tell(find, NotYet(working=True))
+    assert isinstance(find.too_late(Deadline(5.0, ManualClock())), DeadlineExceeded)
+
+
+def test_what_has_expired_is_told_as_that() -> None:
+    find = search()
+    with pytest.raises(LeaseExpired, match="nobody took it"):
+        tell(find, Refused(code="lease_expired", message="nobody took it within lease_ttl_s=1"))
 
 
 def test_too_late_says_what_to_do() -> None:
