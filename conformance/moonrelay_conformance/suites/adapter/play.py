@@ -429,6 +429,8 @@ def give_up(actor: Actor, sent: Sent, stage: Stage) -> None:
         actor.abort(sent)
     elif stage.supports(Capability.RELEASE):
         actor.release(sent)
+    else:
+        stage.drain(actor, sent)
 
 
 def _attempt(act: Callable[[], object]) -> None:
