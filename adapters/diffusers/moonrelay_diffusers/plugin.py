@@ -19,6 +19,7 @@ from moonrelay_diffusers.request import GenerationRequest
 from moonrelay_diffusers.stages import DTypes, load_stage, resolve_request
 
 if TYPE_CHECKING:
+    from moonrelay.cache.checkpoint import Checkpointer
     from moonrelay.orchestrator.program import StageProgram
     from moonrelay.queueing.task import Plain
     from moonrelay_conformance.targets.adapter import AdapterTarget
@@ -83,11 +84,20 @@ class DiffusersAdapter:
         device: str = "cpu",
         dtype: DTypes = None,
         file_format: str = "mp4",
+        checkpointer: Checkpointer | None = None,
     ) -> StageProgram:
         """Load one stage as a program of the worker loop; see `moonrelay_diffusers.programs.load_program`."""
         from moonrelay_diffusers.programs import load_program
 
-        return load_program(model, stage, output=output, device=device, dtype=dtype, file_format=file_format)
+        return load_program(
+            model,
+            stage,
+            output=output,
+            device=device,
+            dtype=dtype,
+            file_format=file_format,
+            checkpointer=checkpointer,
+        )
 
     def load_reference(
         self, model: str, *, device: str = "cpu", dtype: DTypes = None, family: str | None = None

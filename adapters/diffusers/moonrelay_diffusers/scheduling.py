@@ -116,7 +116,14 @@ class ScheduleHistory:
             if self._before.get(name) != mark:
                 message = f"{self.kind} changed {name} while it stepped, which is no known part of its history"
                 raise ConfigError(message, field=f"scheduler.{name}")
-        return {name: _copied(getattr(self._scheduler, name, None)) for name in self._names}
+        history = {name: _copied(getattr(self._scheduler, name, None)) for name in self._names}
+        outputs, timesteps = history.get("model_outputs"), history.get("timestep_list")
+        if isinstance(outputs, list) and isinstance(timesteps, list):
+            # Setting the timesteps clears the outputs of the run before and leaves these, which nobody reads.
+            history["timestep_list"] = [
+                None if output is None else timestep for output, timestep in zip(outputs, timesteps, strict=True)
+            ]
+        return history
 
     def check(self, history: Mapping[str, object], step: int, latents: torch.Tensor) -> None:
         """Hold a history against the scheduler.

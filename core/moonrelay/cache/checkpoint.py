@@ -163,13 +163,16 @@ class Checkpointer:
         """Remove a request's checkpoints, but those that were to be retained. Returns at once."""
         self._sweep([request_id], wait_turn=True)
 
-    def sweep(self, ended: Iterable[str]) -> None:
+    def sweep(self, ended: Iterable[str]) -> bool:
         """Remove what requests that have ended left behind, whoever saved it. Returns at once.
 
         Args:
             ended: Requests that are known to have ended.
+
+        Returns:
+            Whether it was begun; not while a checkpoint is under way.
         """
-        self._sweep(list(ended), wait_turn=False)
+        return self._sweep(list(ended), wait_turn=False)
 
     def counters(self) -> CheckpointCounters:
         """Return what was done so far."""
@@ -305,9 +308,9 @@ class Checkpointer:
             self._pending -= 1
             self._changed.notify_all()
 
-    def _sweep(self, ended: list[str], *, wait_turn: bool) -> None:
+    def _sweep(self, ended: list[str], *, wait_turn: bool) -> bool:
         if not ended or (not wait_turn and self.busy):
-            return
+            return not ended
         names = {request_digest(self.scope, request_id): request_id for request_id in ended}
 
         def sweep() -> None:
@@ -320,7 +323,7 @@ class Checkpointer:
             except MoonrelayError as exc:
                 self.trouble(None, "checkpoints of ended requests stay until their lease ends", exc)
 
-        self.submit(sweep)
+        return self.submit(sweep)
 
 
 class CheckpointSession:

@@ -7,7 +7,9 @@ The work itself is `moonrelay.orchestrator`'s.
 from __future__ import annotations
 
 import gc
+import inspect
 import json
+import logging
 import os
 import signal
 import threading
@@ -15,24 +17,31 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
 
 import typer
 
 from moonrelay.cli.hold import HoldingProgram
 from moonrelay.cli.lifeline import Lifeline
-from moonrelay.clock import SystemClock
+from moonrelay.clock import Clock, SystemClock
 from moonrelay.config import from_environment
-from moonrelay.errors import ConfigError, PluginError
+from moonrelay.errors import ConfigError, MoonrelayError, PluginError
 from moonrelay.plugins import ADAPTERS, Registry
+from moonrelay.queueing.states import ENDED
 
 if TYPE_CHECKING:
+    from moonrelay.cache.checkpoint import Checkpointer
     from moonrelay.orchestrator import StageLoop, StageProgram
+    from moonrelay.queueing.base import StageQueue
     from moonrelay.queueing.task import Plain
     from moonrelay.queueing.worker import Worker
 
+logger = logging.getLogger(__name__)
+
 #: How long an orphaned worker may take to end in order, in seconds.
 ORPHAN_GRACE_S = 5.0
+#: Pause between two looks for requests that have ended, in seconds.
+SWEEP_S = 5.0
 
 
 class WorkerAdapter(Protocol):
@@ -116,6 +125,16 @@ def worker(
         float | None,
         typer.Option(help="A dead worker's job is given to another after these seconds.", show_default="10"),
     ] = None,
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Save a job's state after every so many steps, for another worker to go on from; 0 for never.",
+        ),
+    ] = 0,
+    checkpoint_ttl_s: Annotated[
+        float, typer.Option(help="A checkpoint that nobody removed goes after these seconds.")
+    ] = 3600.0,
     grace_s: Annotated[
         float, typer.Option(min=0, help="After SIGTERM, how long the job under way may take before it is given back.")
     ] = 30.0,
@@ -132,9 +151,11 @@ def worker(
     """Run one worker of a stage until it is told to stop.
 
     Prints one JSON line when it is ready and one at its end. SIGTERM lets the job under way finish (a second one, or
-    --grace-s, gives it back) and exits with 0; Ctrl-C gives it back at once and exits with 130. In both cases what
+    --grace-s, gives it back) and exits with 0; with --checkpoint-every, the job is left at the next step, its state
+    saved, for another worker to go on. Ctrl-C gives it back at once and exits with 130. In both cases what
     nobody has read yet is moved to the store. The deployment's secret is MOONRELAY_AUTH_KEY.
     """
+    from moonrelay.cache.checkpoint import Checkpointer
     from moonrelay.connector import DiffusionConnector
     from moonrelay.orchestrator import StageLoop
     from moonrelay.queueing.base import StageQueue
@@ -177,8 +198,20 @@ def worker(
         numerics = dict(host.prepare(threads))
         # Now rather than within the first job, which would fail for what is this worker's fault.
         connector.start()
+        keeper = None
+        if checkpoint_every:
+            keeper = stack.enter_context(
+                Checkpointer(connector, every=checkpoint_every, ttl_s=checkpoint_ttl_s, scope=connection.url)
+            )
+            keeper.start()
         program = host.load_program(
-            model, stage, output=output, device=device, dtype=parse_dtype(dtype), file_format=file_format
+            model,
+            stage,
+            output=output,
+            device=device,
+            dtype=parse_dtype(dtype),
+            file_format=file_format,
+            **_checkpointing(host, adapter, keeper),
         )
         if hold_at is not None:
             program = HoldingProgram(
@@ -195,12 +228,27 @@ def worker(
                 seconds=clock.monotonic() - began,
             )
 
-        loop = StageLoop(connection, connector, program, buffers=buffers, worker_id=worker_id, on_registered=ready)
+        loop = StageLoop(
+            connection,
+            connector,
+            program,
+            buffers=buffers,
+            worker_id=worker_id,
+            on_registered=ready,
+            on_idle=None if keeper is None else CheckpointSweep(keeper, connection, clock),
+        )
         with shutdown.of(loop):
             loop.run()
     counts = loop.counts
+    left = {} if keeper is None else {"left": counts.left}
     _say(
-        "ended", stage=stage, completed=counts.completed, failed=counts.failed, lost=counts.lost, rewound=counts.rewound
+        "ended",
+        stage=stage,
+        completed=counts.completed,
+        failed=counts.failed,
+        lost=counts.lost,
+        rewound=counts.rewound,
+        **left,
     )
 
 
@@ -232,6 +280,39 @@ def parse_dtype(text: str | None) -> str | dict[str, str] | None:
             message = f"dtype={text!r} is not understood; give e.g. bfloat16, or default=bfloat16,vae=float32"
             raise ConfigError(message, field="dtype")
     return {name.strip(): value.strip() for name, _, value in parts}
+
+
+class CheckpointSweep:
+    """Has checkpoints removed of requests that ended elsewhere, whose worker cannot do it any more.
+
+    Args:
+        keeper: Removes them.
+        queue: Knows which requests have ended.
+        clock: Time.
+
+    Threads: one.
+    """
+
+    def __init__(self, keeper: Checkpointer, queue: StageQueue, clock: Clock) -> None:
+        self._keeper = keeper
+        self._queue = queue
+        self._clock = clock
+        self._due_s = clock.monotonic()
+        self._swept: frozenset[str] = frozenset()
+
+    def __call__(self) -> None:
+        """Look, if it is time."""
+        now = self._clock.monotonic()
+        if now < self._due_s:
+            return
+        self._due_s = now + SWEEP_S
+        try:
+            ended = frozenset(view.request_id for view in self._queue.requests() if view.state in ENDED)
+        except MoonrelayError as exc:
+            logger.warning("checkpoints of ended requests stay for now: %s", exc)
+            return
+        if self._keeper.sweep(sorted(ended - self._swept)):
+            self._swept = ended
 
 
 class Shutdown:
@@ -286,6 +367,20 @@ class Shutdown:
     def _out_of_time(self, _signal: int, _frame: FrameType | None) -> None:
         if self._working:
             raise SystemExit(0)
+
+
+def _checkpointing(host: WorkerAdapter, adapter: str, keeper: Checkpointer | None) -> dict[str, Any]:
+    """Return the argument by which a host is given the checkpointer.
+
+    Raises:
+        ConfigError: The host's programs take no checkpoints.
+    """
+    if keeper is None:
+        return {}
+    if "checkpointer" not in inspect.signature(host.load_program).parameters:
+        message = f"--checkpoint-every: adapter {adapter!r} takes no checkpoints; leave it out"
+        raise ConfigError(message, field="checkpoint_every")
+    return {"checkpointer": keeper}
 
 
 def _queue_settings(lease_s: float | None) -> dict[str, float]:
