@@ -19,6 +19,7 @@ from moonrelay.relay.memory import MemoryRelay
 
 DIGEST = "ab" * 32
 PREFIX = "ns/cache"
+DEAD_S = 1.0
 
 
 def soon(seconds: float = 20.0) -> Deadline:
@@ -43,7 +44,7 @@ def flights(relay: Relay) -> Iterator[Callable[..., SingleFlight]]:
     made: list[SingleFlight] = []
 
     def make(clock: ManualClock | SystemClock | None = None, on: Relay | None = None) -> SingleFlight:
-        made.append(SingleFlight(on or relay, PREFIX, clock or SystemClock(), beat_s=0.05, dead_after_s=0.5))
+        made.append(SingleFlight(on or relay, PREFIX, clock or SystemClock(), beat_s=0.05, dead_after_s=DEAD_S))
         return made[-1]
 
     yield make
@@ -145,7 +146,7 @@ def test_when_the_thread_that_asks_gives_up_another_asks_in_its_place(flights: C
 def test_a_slow_lead_that_beats_is_not_taken_over(relay: Relay, flights: Callable[..., SingleFlight]) -> None:
     lead = led(flights().enter(DIGEST, soon()))
     asked = Asked(flights())
-    assert asked.waits(1.5)  # three times as long as a dead one is left alone
+    assert asked.waits(2.5 * DEAD_S)
     assert lead.stands()
     lead.finish()
     assert asked.got() == Waited(finished=True)
@@ -164,8 +165,10 @@ def test_a_dead_lead_is_taken_over_by_one_and_learns_it(relay: Relay, flights: C
     die(dead)
     asked = [Asked(flights()) for _ in range(3)]
     done: list[Lead] = []
-    threading.Event().wait(1.2)
-    leading = [one for one in asked if not one.thread.is_alive()]
+    until = soon()
+    while not (leading := [one for one in asked if not one.thread.is_alive()]):
+        assert not until.expired
+        threading.Event().wait(0.02)
     assert len(leading) == 1
     done.append(led(leading[0].got()))
     assert done[0].epoch == 1
@@ -206,7 +209,7 @@ def test_what_one_left_that_died_while_it_finished_is_removed(
     dead._relay = MemoryRelay(StoreConfig(url=None))  # its removal reaches nobody
     dead._relay.start()
     lead.finish()
-    other = SingleFlight(relay, PREFIX, SystemClock(), beat_s=0.05, dead_after_s=0.5)
+    other = SingleFlight(relay, PREFIX, SystemClock(), beat_s=0.05, dead_after_s=DEAD_S)
     end = dead._relay.keys("", soon())
     assert end == []
     outcome = led(other.enter(DIGEST, soon()))
