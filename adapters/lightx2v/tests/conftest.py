@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import lightx2v_model
+import lightx2v_qwen_model
 import pytest
 from lightx2v_cpu.install import place
 from lightx2v_right import Right
@@ -49,6 +50,12 @@ def wan(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
 def wan_i2v(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny image-to-video model; its roles need `lightx2v_model.WITHOUT_IMAGE_ENCODER`."""
     return lightx2v_model.build(tmp_path_factory.mktemp("lightx2v-model") / "wan-i2v", environment, "i2v")
+
+
+@pytest.fixture(scope="session")
+def qwen_image(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny text-to-image model; its roles need `lightx2v_qwen_model.CONFIG`."""
+    return lightx2v_qwen_model.build(tmp_path_factory.mktemp("lightx2v-model") / "qwen-image", environment)
 
 
 @pytest.fixture(scope="session")

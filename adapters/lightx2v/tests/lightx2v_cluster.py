@@ -269,6 +269,7 @@ class _Deployment:
         self._rooms = self.ports.take_rooms()
         self._two_stages = bool(roles) and "decode" not in roles
         self._keys, self._config, self._variables = keys or {}, config or {}, variables or {}
+        self._suffix = "png" if task.endswith("2i") else "mp4"
         self._said = ["--model_cls", model_cls, "--task", task, "--model_path", str(model.resolve())]
         self._environment = host_environment(environment, folder)
         for name in roles or ("all-in-one",):
@@ -380,11 +381,11 @@ class OneShot(_Deployment):
         return self
 
     def _result_of(self, name: str) -> Path:
-        return self.folder / f"{name}.mp4"
+        return self.folder / f"{name}.{self._suffix}"
 
     def video(self, within_s: float = START_TIMEOUT_S) -> bytes | None:
-        """Wait until the video is saved; ``None`` where it is not in time or its process has ended without."""
-        saved = "Video saved successfully"
+        """Wait until the video, or image, is saved; ``None`` where it is not in time or its process has ended without."""
+        saved = "mage saved" if self._suffix == "png" else "Video saved successfully"
         process = self.processes[self.last]
         wait_for(lambda: saved in process.text() or not process.alive, within_s)
         return self._result_of(self.last).read_bytes() if saved in process.text() else None

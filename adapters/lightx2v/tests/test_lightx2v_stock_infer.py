@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightx2v_qwen_model
 import pytest
 from lightx2v_cluster import OneShot
 from lightx2v_model import WITHOUT_IMAGE_ENCODER, image
@@ -36,5 +37,18 @@ def test_three_roles_make_the_same_video_of_an_image(
     more: dict[str, Any] = {"task": "i2v", "config": {"all": WITHOUT_IMAGE_ENCODER}}
     undivided = run_once(OneShot(wan_i2v, tmp_path / "undivided", environment, roles=(), **more), asked)
     seen = run_once(OneShot(wan_i2v, tmp_path / "roles", environment, **more), asked, EXITS_NOT_IN_S)
+    assert seen.video
+    assert seen.video == undivided.video
+
+
+def test_three_roles_make_the_same_image(qwen_image: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    asked = {**RED, "target_shape": [64, 64]}
+    more: dict[str, Any] = {
+        "model_cls": "qwen_image",
+        "task": "t2i",
+        "config": {"all": lightx2v_qwen_model.CONFIG},
+    }
+    undivided = run_once(OneShot(qwen_image, tmp_path / "undivided", environment, roles=(), **more), asked)
+    seen = run_once(OneShot(qwen_image, tmp_path / "roles", environment, **more), asked, EXITS_NOT_IN_S)
     assert seen.video
     assert seen.video == undivided.video
