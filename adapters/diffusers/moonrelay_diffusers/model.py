@@ -75,6 +75,17 @@ def inspect_model(model: str, *, family: str | None = None) -> ModelInfo:
     return ModelInfo(source=source, revision=revision, family=found.name, index=index)
 
 
+def hub_snapshot(info: ModelInfo) -> Path:
+    """Return the folder of a hub model's files here; its name is the commit.
+
+    Blocks: while a small file is downloaded.
+
+    Raises:
+        ConfigError: The hub does not have it.
+    """
+    return _from_hub(info.source, info.revision, "model_index.json").parent
+
+
 def whole(config: Mapping[str, object], name: str, default: int) -> int:
     """Return an integer entry of a config, or the default where it is absent or null.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol, Self, TypeVar
@@ -249,6 +249,24 @@ class EmbeddingCache:
             self._missed(ask)
             return default
         return found.tree
+
+    def holds(self, keys: Iterable[CacheKey | None]) -> bool:
+        """Return whether the relay has an entry for every key, for whoever sends work past the encoder.
+
+        It is not read, and may be gone a moment later; nothing is counted as a hit or a miss. ``False`` for a key that
+        is ``None``, without a shared tier, and when the store does not serve.
+
+        Blocks: for one small read per key.
+        """
+        asks = [None if key is None or self._closed else self._ask(key, None, None) for key in keys]
+        store = self._serving() if all(asks) else None
+        if store is None:
+            return False
+        try:
+            return all(ask is not None and store.entries.contains(ask.digest, self._soon(READ_S)) for ask in asks)
+        except MoonrelayError as exc:
+            self._store_fails(exc, None)
+            return False
 
     def put(self, key: CacheKey | None, tree: object, *, request_id: str | None = None) -> bool:
         """Keep a tree that was encoded elsewhere; a snapshot.

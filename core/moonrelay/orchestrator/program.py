@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from moonrelay.connector import DiffusionConnector, PayloadClaim
 from moonrelay.errors import ConfigError
 from moonrelay.handle import StageHandle
 from moonrelay.queueing.job import Job
 from moonrelay.queueing.task import Plain, StageTask
+
+if TYPE_CHECKING:
+    from moonrelay.cache.embeddings import EmbeddingCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +112,18 @@ class StageProgram(Protocol):
             Preempted: `Work.leaving` said so, and the state is saved: the job goes back to the queue.
             InputLost: A task without a handle named what is kept elsewhere, and it is not there any more: the request
                 goes back to the stage before.
+        """
+        ...
+
+
+@runtime_checkable
+class CachesEmbeddings(Protocol):
+    """A program that can take embeddings from a cache; the worker gives it one where that is switched on."""
+
+    def use_embeddings(self, cache: EmbeddingCache) -> None:
+        """Use a cache from now on; called before the first job. Blocks: while its keys are made ready.
+
+        The cache is the worker's to close.
         """
         ...
 

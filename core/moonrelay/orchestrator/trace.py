@@ -26,6 +26,7 @@ class StageTrace:
     def __init__(self, work: Work, clock: Clock | None = None) -> None:
         self._work = work
         self._clock: Clock = clock or SystemClock()
+        self._embeddings: dict[str, Plain] = {}
         self._entry: dict[str, Plain] = {
             "stage": work.job.stage,
             "worker": work.job.worker_id,
@@ -38,11 +39,17 @@ class StageTrace:
         """Note how the input came: its bytes, ``p2p`` or ``store``, and the seconds that reading took."""
         self._entry |= {"input_bytes": nbytes, "path": path, "transfer_s": duration_s}
 
+    def embedding(self, role: str, found: str) -> None:
+        """Note where a text's embedding came from: ``encoded``, ``memory`` or ``store``; ``kept`` past the encoder."""
+        self._embeddings[role] = found
+
     def now(self) -> float:
         return self._clock.monotonic()
 
     def finish(self, payload: Mapping[str, Plain], **more: Plain) -> list[Plain]:
         """Return the trace of the task so far, with this stage's entry at its end."""
         before = payload.get(KEY)
+        if self._embeddings:
+            self._entry["embeddings"] = dict(self._embeddings)
         entry = self._entry | more | {"ended_s": self._clock.monotonic()}
         return [*(before if isinstance(before, list) else []), entry]

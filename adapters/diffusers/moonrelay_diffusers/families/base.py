@@ -7,16 +7,17 @@ diffusers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from moonrelay_diffusers.request import GenerationRequest, Plain
+from moonrelay_diffusers.request import GenerationRequest, Plain, StageParams
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
 
+    from moonrelay.cache.keys import EmbeddingKey
     from moonrelay_diffusers.loop import RunCheckpoints
     from moonrelay_diffusers.model import ModelInfo
 
@@ -32,6 +33,25 @@ FrameKind: TypeAlias = Literal["uint8", "float"]
 
 #: What encode hands to denoise: tensors by name (``None`` where guidance is off) and ``"params"``, plain values.
 Conditioning: TypeAlias = dict[str, "torch.Tensor | dict[str, Plain] | None"]
+
+
+#: What encoding one text gives: tensors by name, ``None`` for one that the pipeline leaves out.
+Embeds: TypeAlias = Mapping[str, "torch.Tensor | None"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """One text of a request, encoded by itself.
+
+    Attributes:
+        role: ``positive`` or ``negative``.
+        text: What is encoded.
+        max_length: Longest text in tokens; a longer one is cut.
+    """
+
+    role: Literal["positive", "negative"]
+    text: str = field(repr=False)
+    max_length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +75,12 @@ class EncodeRunner(Protocol):
     output_schema: str
     components: tuple[str, ...]
 
-    def run(self, request: GenerationRequest) -> Conditioning:
+    def run(self, request: GenerationRequest, *, embed: Callable[[Text], Embeds] | None = None) -> Conditioning:
         """Encode the prompts.
+
+        Args:
+            request: What to make.
+            embed: Gives one text's embeddings; a cache, or this runner's own `embed` by default.
 
         Returns:
             A tree of tensors under the schema ``output_schema``, and ``"params"``: the resolved plain parameters.
@@ -68,6 +92,10 @@ class EncodeRunner(Protocol):
 
     def embed(self, text: str, *, max_sequence_length: int) -> dict[str, torch.Tensor | None]:
         """Encode one text by itself; its bits do not depend on other texts, so that it can be cached."""
+        ...
+
+    def key(self, text: Text) -> EmbeddingKey | None:
+        """Return what decides a text's embeddings; ``None`` where that is not known completely: do not cache then."""
         ...
 
 
@@ -162,6 +190,8 @@ class PipelineFamily(Protocol):
     name: str
     #: Class named by ``model_index.json``.
     pipeline_class: str
+    #: Schema of what encode hands to denoise.
+    conditioning_schema: str
     #: Modules of each stage, by their names in ``model_index.json``.
     components: Mapping[Stage, tuple[str, ...]]
 
@@ -170,6 +200,22 @@ class PipelineFamily(Protocol):
 
         Raises:
             ConfigError: ``context['field']`` names what the model cannot do.
+        """
+        ...
+
+    def texts(self, request: GenerationRequest) -> tuple[Text, ...]:
+        """Return the texts of a resolved request that its run needs encoded, each role once."""
+        ...
+
+    def conditioning(self, params: StageParams, embeds: Mapping[str, Embeds]) -> Conditioning:
+        """Put together what denoise takes.
+
+        Args:
+            params: A resolved request's.
+            embeds: What encoding gave, by the texts' roles.
+
+        Raises:
+            ConfigError: One is missing.
         """
         ...
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moonrelay.errors import ConfigError
-from moonrelay_diffusers.families.base import Conditioning, FrameKind, Placement, Stage
+from moonrelay_diffusers.families.base import Conditioning, Embeds, FrameKind, Placement, Stage, Text
 from moonrelay_diffusers.families.common import (
     PipelineDenoiser,
     Untyped,
@@ -21,6 +21,7 @@ from moonrelay_diffusers.families.common import (
     raise_if,
     require_multiple,
 )
+from moonrelay_diffusers.families.encoding import PipelineEncoder, embeds_of
 from moonrelay_diffusers.frames import of_kind
 from moonrelay_diffusers.model import whole
 from moonrelay_diffusers.numerics import aligned
@@ -77,6 +78,7 @@ class QwenImageFamily:
 
     name = "qwen_image"
     pipeline_class = "QwenImagePipeline"
+    conditioning_schema = CONDITIONING
     components: Mapping[Stage, tuple[str, ...]] = {
         "encode": ("tokenizer", "text_encoder"),
         "denoise": ("transformer", "scheduler"),
@@ -110,6 +112,28 @@ class QwenImageFamily:
             raise ConfigError(message, field="max_sequence_length")
         return full
 
+    def texts(self, request: GenerationRequest) -> tuple[Text, ...]:
+        """Return prompt and, where guidance is on, negative prompt; see `PipelineFamily`."""
+        params = request.params()
+        limit = params.max_sequence_length
+        positive = Text(role="positive", text=request.prompt, max_length=limit)
+        if request.negative_prompt is None or not guided(params.guidance_scale):
+            return (positive,)
+        return positive, Text(role="negative", text=request.negative_prompt, max_length=limit)
+
+    def conditioning(self, params: StageParams, embeds: Mapping[str, Embeds]) -> Conditioning:
+        """Put embeddings, masks and parameters together; see `PipelineFamily`."""
+        positive = embeds_of(embeds, "positive")
+        # Without a negative prompt there is no guidance.
+        negative = embeds_of(embeds, "negative") if "negative" in embeds else {}
+        return {
+            "negative_prompt_embeds": negative.get("prompt_embeds"),
+            "negative_prompt_embeds_mask": negative.get("prompt_embeds_mask"),
+            "params": params.to_payload(),
+            "prompt_embeds": positive.get("prompt_embeds"),
+            "prompt_embeds_mask": positive.get("prompt_embeds_mask"),
+        }
+
     def call_arguments(self, request: GenerationRequest) -> dict[str, object]:
         """Return the undivided pipeline's arguments; see `PipelineFamily`."""
         on = request.negative_prompt is not None and guided(request.guidance_scale)
@@ -125,7 +149,7 @@ class QwenImageFamily:
 
     def load_encode(self, info: ModelInfo, placement: Placement) -> QwenImageEncode:
         """Load tokenizer and text encoder."""
-        return QwenImageEncode(self, info, self._load(info, "encode", placement))
+        return QwenImageEncode(self, info, placement)
 
     def load_denoise(self, info: ModelInfo, placement: Placement) -> QwenImageDenoise:
         """Load transformer and scheduler."""
@@ -140,33 +164,12 @@ class QwenImageFamily:
         return load_pipeline(info, self.pipeline_class, self.components[stage], placement)
 
 
-class QwenImageEncode:
+class QwenImageEncode(PipelineEncoder):
     """Text to embeddings and masks, by the pipeline's ``encode_prompt``. See `EncodeRunner`."""
 
     family = QwenImageFamily.name
     output_schema = CONDITIONING
     components = QwenImageFamily.components["encode"]
-
-    def __init__(self, family: QwenImageFamily, info: ModelInfo, pipe: Untyped) -> None:
-        self._family = family
-        self._info = info
-        self._pipe = pipe
-
-    def run(self, request: GenerationRequest) -> Conditioning:
-        """Encode prompt and, where guidance is on, negative prompt; see `EncodeRunner`."""
-        resolved = self._family.resolve(request, self._info)
-        params = resolved.params()
-        limit = params.max_sequence_length
-        tree: Conditioning = {
-            "negative_prompt_embeds": None,
-            "negative_prompt_embeds_mask": None,
-            "params": params.to_payload(),
-        }
-        tree |= self.embed(resolved.prompt, max_sequence_length=limit)
-        if resolved.negative_prompt is not None and guided(params.guidance_scale):
-            negative = self.embed(resolved.negative_prompt, max_sequence_length=limit)
-            tree |= {f"negative_{name}": tensor for name, tensor in negative.items()}
-        return tree
 
     def embed(self, text: str, *, max_sequence_length: int) -> dict[str, torch.Tensor | None]:
         """Encode one text by itself; see `EncodeRunner`.

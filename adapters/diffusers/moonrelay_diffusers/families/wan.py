@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moonrelay.errors import ConfigError
-from moonrelay_diffusers.families.base import Conditioning, FrameKind, Placement, Stage
+from moonrelay_diffusers.families.base import Conditioning, Embeds, FrameKind, Placement, Stage, Text
 from moonrelay_diffusers.families.common import (
     PipelineDenoiser,
     Untyped,
@@ -22,6 +22,7 @@ from moonrelay_diffusers.families.common import (
     raise_if,
     require_multiple,
 )
+from moonrelay_diffusers.families.encoding import PipelineEncoder, embeds_of
 from moonrelay_diffusers.frames import of_kind
 from moonrelay_diffusers.model import whole
 from moonrelay_diffusers.numerics import aligned
@@ -85,6 +86,7 @@ class WanFamily:
 
     name = "wan"
     pipeline_class = "WanPipeline"
+    conditioning_schema = CONDITIONING
     components: Mapping[Stage, tuple[str, ...]] = {
         "encode": ("tokenizer", "text_encoder"),
         "denoise": ("transformer", "transformer_2", "scheduler"),
@@ -118,6 +120,24 @@ class WanFamily:
             raise ConfigError(message, field="guidance_scale_2")
         return full
 
+    def texts(self, request: GenerationRequest) -> tuple[Text, ...]:
+        """Return prompt and, where guidance is on, negative prompt, the empty one by default; see `PipelineFamily`."""
+        params = request.params()
+        limit = params.max_sequence_length
+        positive = Text(role="positive", text=request.prompt, max_length=limit)
+        if not guided(params.guidance_scale):
+            return (positive,)
+        return positive, Text(role="negative", text=request.negative_prompt or "", max_length=limit)
+
+    def conditioning(self, params: StageParams, embeds: Mapping[str, Embeds]) -> Conditioning:
+        """Put embeddings and parameters together; see `PipelineFamily`."""
+        negative = embeds_of(embeds, "negative") if guided(params.guidance_scale) else {}
+        return {
+            "prompt_embeds": embeds_of(embeds, "positive").get("prompt_embeds"),
+            "negative_prompt_embeds": negative.get("prompt_embeds"),
+            "params": params.to_payload(),
+        }
+
     def call_arguments(self, request: GenerationRequest) -> dict[str, object]:
         """Return the undivided pipeline's arguments; see `PipelineFamily`."""
         return {
@@ -134,7 +154,7 @@ class WanFamily:
 
     def load_encode(self, info: ModelInfo, placement: Placement) -> WanEncode:
         """Load tokenizer and text encoder."""
-        return WanEncode(self, info, self._load(info, "encode", placement))
+        return WanEncode(self, info, placement)
 
     def load_denoise(self, info: ModelInfo, placement: Placement) -> WanDenoise:
         """Load the transformer, or both, and the scheduler."""
@@ -149,29 +169,12 @@ class WanFamily:
         return load_pipeline(info, self.pipeline_class, self.components[stage], placement)
 
 
-class WanEncode:
+class WanEncode(PipelineEncoder):
     """Text to embeddings, by the pipeline's ``encode_prompt``. See `EncodeRunner`."""
 
     family = WanFamily.name
     output_schema = CONDITIONING
     components = WanFamily.components["encode"]
-
-    def __init__(self, family: WanFamily, info: ModelInfo, pipe: Untyped) -> None:
-        self._family = family
-        self._info = info
-        self._pipe = pipe
-
-    def run(self, request: GenerationRequest) -> Conditioning:
-        """Encode prompt and, where guidance is on, negative prompt; see `EncodeRunner`."""
-        resolved = self._family.resolve(request, self._info)
-        params = resolved.params()
-        limit = params.max_sequence_length
-        tree: Conditioning = {"prompt_embeds": None, "negative_prompt_embeds": None, "params": params.to_payload()}
-        tree |= self.embed(resolved.prompt, max_sequence_length=limit)
-        if guided(params.guidance_scale):
-            negative = self.embed(resolved.negative_prompt or "", max_sequence_length=limit)
-            tree["negative_prompt_embeds"] = negative["prompt_embeds"]
-        return tree
 
     def embed(self, text: str, *, max_sequence_length: int) -> dict[str, torch.Tensor | None]:
         """Encode one text by itself; see `EncodeRunner`.
