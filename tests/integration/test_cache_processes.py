@@ -165,7 +165,7 @@ def test_an_encoder_that_is_stopped_is_overtaken_and_harms_nothing_later(
 def test_an_encoder_that_is_stuck_stops_others_only_until_their_deadline(
     tmp_path: Path, store: Callable[[str], dict[str, Any]]
 ) -> None:
-    crowd = Crowd(tmp_path, store("local"), 4, first_s=0.3, encode_s=0.1, wait_s=2.0, dead_after_s=100.0)
+    crowd = Crowd(tmp_path, store("local"), 4, first_s=3.0, encode_s=0.1, wait_s=2.0, dead_after_s=100.0)
     stuck = crowd.first()
     os.kill(stuck, signal.SIGSTOP)
     try:

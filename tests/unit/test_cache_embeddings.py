@@ -658,6 +658,28 @@ def test_what_encoding_raises_passes_and_the_next_leads(bench: Bench) -> None:
     assert sum(cache.counters().encodes for cache in caches) == 4
 
 
+def test_what_cannot_be_kept_has_nobody_stand_in_line_for_long(bench: Bench) -> None:
+    caches = [bench(wait_s=60.0) for _ in range(8)]
+    lock = threading.Lock()
+    now: list[int] = [0]
+    most: list[int] = [0]
+
+    def encode() -> object:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        threading.Event().wait(0.5)
+        with lock:
+            now[0] -= 1
+        return object()
+
+    results = all_at_once(8, lambda number: caches[number].get_or_encode(key(), encode))
+    assert len({id(one) for one in results}) == 8
+    assert most[0] > 1
+    reasons = {one.reason for cache in caches for one in bench.events[cache] if one.name == "cache_wait"}
+    assert "nothing was stored, again and again" in reasons
+
+
 def test_an_interrupt_passes_too_and_nobody_is_kept_waiting(bench: Bench) -> None:
     cache = bench()
 

@@ -22,7 +22,7 @@ class CacheCounters:
         evicted: Entries that gave way, from either tier, by what this process stored.
         bytes_memory: Bytes held in memory now.
         bytes_store_read: Bytes of entries read from the relay.
-        bytes_store_written: Bytes of entries stored in the relay.
+        bytes_store_written: Bytes of entries put into the relay; one that somebody stored meanwhile counts too.
     """
 
     hits_memory: int = 0

@@ -36,6 +36,9 @@ READ_S: Final = 3.0
 #: Longest time that moving an ageing entry up may take.
 PROMOTE_S: Final = 1.0
 CLEAR_S: Final = 60.0
+#: After so many encodings of others that left nothing, a call encodes without waiting for its turn: what cannot be kept
+#: would have everybody stand in line.
+MAX_TURNS: Final = 4
 #: Relays whose capacity payloads and caches share, by their configuration.
 _EMBEDDED: Final = ("local", "memory")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -380,7 +383,7 @@ class EmbeddingCache:
     def _queue(self, ask: _Ask, flight: SingleFlight) -> _Found | Lead | None:
         deadline = Deadline(self._wait_s, self._clock)
         since_s: float | None = None
-        while True:
+        for _ in range(MAX_TURNS):
             entered_s = self._clock.monotonic()
             turn = flight.enter(ask.digest, deadline)
             if isinstance(turn, Lead):
@@ -398,6 +401,8 @@ class EmbeddingCache:
             if not turn.finished or deadline.expired:
                 self._waited(ask, since_s, f"not encoded within {self._wait_s} s")
                 return None
+        self._waited(ask, since_s or self._clock.monotonic(), "nothing was stored, again and again")
+        return None
 
     # -- encoding and keeping -----------------------------------------------------------------------------------------
 
