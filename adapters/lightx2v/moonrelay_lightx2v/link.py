@@ -248,6 +248,7 @@ class StageLink:
             DeadlineExceeded: Nothing came under the request's names within ``transfer_timeout_s``.
             PeerLost: The role before is gone, or was restarted while it worked on this request.
             Aborted: The role before failed; with its text.
+            LeaseExpired: The role before made it, and nobody took it within its ``lease_ttl_s``.
             ConfigError: The request has no name; this role receives nothing; the two do not fit together.
             MoonrelayError: As `DiffusionConnector.claim` and `PayloadClaim.read`.
 

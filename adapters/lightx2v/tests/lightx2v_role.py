@@ -129,8 +129,8 @@ def stop_at(runner: Any, point: str) -> None:
     caller: Any = end.link._caller
     find = caller.find
 
-    def found(*args: Any) -> Any:
-        handle = find(*args)
+    def found(*args: Any, **more: Any) -> Any:
+        handle = find(*args, **more)
         say(stopped=point)
         sys.stdin.readline()
         return handle

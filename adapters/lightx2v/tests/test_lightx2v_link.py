@@ -21,6 +21,7 @@ from moonrelay.errors import (
     ClosedError,
     ConfigError,
     DeadlineExceeded,
+    LeaseExpired,
     MoonrelayError,
     PeerLost,
     UnsupportedTensor,
@@ -363,7 +364,7 @@ def test_nobody_takes_it_in_time(links: Links) -> None:
     transformer = links.start(TRANSFORMER, dials=encoder, sends=False)
     send(encoder, ("task:a",), 1.0)
     settle(encoder)
-    with pytest.raises(Aborted, match=r"nobody took it within lease_ttl_s=0\.5"):
+    with pytest.raises(LeaseExpired, match=r"nobody took it within lease_ttl_s=0\.5"):
         take(transformer, ("task:a",))
 
 
@@ -555,8 +556,8 @@ def test_a_relay_keeps_what_a_closed_sender_left(links: Links, tmp_path: Any, mo
     send(encoder, ("task:a",), 1.0)
     find = transformer._caller.find  # type: ignore[union-attr]
 
-    def found(*args: Any) -> bytes:
-        handle: bytes = find(*args)
+    def found(*args: Any, **more: Any) -> bytes:
+        handle: bytes = find(*args, **more)
         encoder.close()
         return handle
 
