@@ -384,7 +384,7 @@ class OneShot(_Deployment):
         return self.folder / f"{name}.{self._suffix}"
 
     def video(self, within_s: float = START_TIMEOUT_S) -> bytes | None:
-        """Wait until the video, or image, is saved; ``None`` where it is not in time or its process has ended without."""
+        """Wait until the video or image is saved; ``None`` where it is not in time, or its process ended before."""
         saved = "mage saved" if self._suffix == "png" else "Video saved successfully"
         process = self.processes[self.last]
         wait_for(lambda: saved in process.text() or not process.alive, within_s)
