@@ -24,7 +24,16 @@ def result(**more: object) -> dict[str, object]:
         "frames": [9, 32, 32, 3],
         "trace": [
             trace("encode", "encode-1-1", 11.0, output_bytes=100),
-            trace("denoise", "denoise-2-3", 14.0, input_bytes=100, path="p2p", transfer_s=0.25, output_bytes=50),
+            trace(
+                *("denoise", "denoise-2-3", 14.0),
+                input_bytes=100,
+                path="p2p",
+                transfer_s=0.25,
+                output_bytes=50,
+                steps=20,
+                resumed_step=5,
+                steps_redone=2,
+            ),
             trace("decode", "decode-1-4", 17.0, input_bytes=50, path="store", transfer_s=0.5, attempt=2),
         ],
         **more,
@@ -53,6 +62,8 @@ def test_a_result_becomes_a_report() -> None:
             "output_bytes": 100,
             "path": None,
             "transfer_s": 0.0,
+            "resumed_step": 0,
+            "steps_redone": 0,
         },
         "denoise": {
             "worker": "denoise-2",
@@ -63,6 +74,8 @@ def test_a_result_becomes_a_report() -> None:
             "output_bytes": 50,
             "path": "p2p",
             "transfer_s": 0.25,
+            "resumed_step": 5,
+            "steps_redone": 2,
         },
         "decode": {
             "worker": "decode-1",
@@ -73,8 +86,11 @@ def test_a_result_becomes_a_report() -> None:
             "output_bytes": 0,
             "path": "store",
             "transfer_s": 0.5,
+            "resumed_step": 0,
+            "steps_redone": 0,
         },
     }
+    assert entry["steps_redone"] == 2
 
 
 @pytest.mark.parametrize("undivided", [None, "cd" * 16])
@@ -129,7 +145,7 @@ def test_a_kill_counts_when_the_attempt_went_up(after: int | None, survived: boo
 def test_the_verdict_names_paths_and_the_kill() -> None:
     assert summary(report(), killed=kill(2)).verdict() == (
         "1 of 1 identical to the undivided pipeline, bit for bit; hand-overs: 1 by p2p, 1 by store; "
-        "denoise-2 was killed in the middle of r01, done again as attempt 2"
+        "denoise-2 was killed in the middle of r01, done again as attempt 2 from step 5, 2 steps done twice"
     )
 
 
@@ -163,6 +179,7 @@ def test_prompts_are_sentences_with_ids_and_seeds_of_their_own() -> None:
         ("size", 0),
         ("frames", -1),
         ("seed", -1),
+        ("checkpoint_every", -1),
         ("timeout_s", 0.0),
         ("engine", "memory"),
         ("store", "memory://here"),

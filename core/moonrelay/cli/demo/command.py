@@ -47,6 +47,10 @@ def demo(
     device: Annotated[str, typer.Option(help="Where the model lives: cpu, cuda:0, ...")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="Type of the weights, as for `moonrelay worker`.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 20,
+    checkpoint_every: Annotated[
+        int,
+        typer.Option(min=0, help="Save a denoising job's state after every so many steps, to go on from; 0 for never."),
+    ] = 5,
     frames: Annotated[int | None, typer.Option(min=1, help="Frames of a video.", show_default="17, an image 1")] = None,
     size: Annotated[
         int | None, typer.Option(min=1, help="Height and width in pixels.", show_default="96, an image 192")
@@ -78,6 +82,7 @@ def demo(
         size=size,
         frames=frames,
         steps=steps,
+        checkpoint_every=checkpoint_every,
         output=output,
         seed=seed,
         threads=threads,

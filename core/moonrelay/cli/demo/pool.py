@@ -142,5 +142,10 @@ class WorkerPool:
             "drain-timeout-s": 2.0,
             "parent-fd": 0,
         }
+        if stage == "denoise" and settings.checkpoint_every:
+            options["checkpoint-every"] = settings.checkpoint_every
+            if self._store_url is None:
+                # Payloads need no relay then, and checkpoints do.
+                options["store"] = f"local://{self._folder.work / 'store'}"
         given = [f"--{key}={value}" for key, value in options.items() if value is not None]
         return [sys.executable, "-m", "moonrelay.cli.main", "--log-level", "info", "worker", stage, *given]

@@ -37,6 +37,7 @@ class DemoSettings:
         size: Height and width in pixels; ``None`` is small, and fit for the model's family.
         frames: Frames of a video; ``None`` likewise.
         steps: Denoising steps.
+        checkpoint_every: A denoising job's state is saved after every so many steps; 0 for never.
         output: Folder for what the run leaves.
         seed: Seed of the first request; each further one has the next.
         threads: Threads of one torch operation, in the stages and in the undivided pipeline.
@@ -60,6 +61,7 @@ class DemoSettings:
     size: int | None = None
     frames: int | None = None
     steps: int = 20
+    checkpoint_every: int = 5
     output: Path = Path("out/demo")
     seed: int = 0
     threads: int = 1
@@ -74,9 +76,10 @@ class DemoSettings:
         for name in ("size", "frames"):
             if getattr(self, name) is not None:
                 require_positive(self, name)
-        if self.seed < 0:
-            message = f"seed={self.seed!r} must not be negative"
-            raise ConfigError(message, field="seed")
+        for name in ("seed", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                message = f"{name}={getattr(self, name)!r} must not be negative"
+                raise ConfigError(message, field=name)
         if self.engine == "memory":
             message = "engine='memory' serves one process only; use mooncake or shm"
             raise ConfigError(message, field="engine")

@@ -44,6 +44,8 @@ class StageReport:
         output_bytes: Bytes handed on.
         path: How the input came: ``p2p``, ``store``, ``None`` for the first stage.
         transfer_s: Seconds spent claiming and reading the input.
+        resumed_step: Steps that an earlier delivery had done and that were kept.
+        steps_redone: Steps that an earlier delivery had done and that were done again.
     """
 
     worker: str
@@ -54,6 +56,8 @@ class StageReport:
     output_bytes: int
     path: str | None
     transfer_s: float
+    resumed_step: int = 0
+    steps_redone: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,6 +89,11 @@ class RequestReport:
         """Whether both digests are there and equal."""
         return self.digest is not None and self.digest == self.undivided_digest
 
+    @property
+    def steps_redone(self) -> int:
+        """How many steps were done twice."""
+        return sum(stage.steps_redone for stage in self.stages.values())
+
     def as_dict(self) -> dict[str, Json]:
         """Return the request's entry of the summary."""
         names = list(self.stages)
@@ -100,6 +109,7 @@ class RequestReport:
             "undivided_seconds": _rounded(self.undivided_s),
             "frames": list(self.frames),
             "path": hops,
+            "steps_redone": self.steps_redone,
             "stages": {name: _stage_dict(stage) for name, stage in self.stages.items()},
             "file": str(self.file) if self.file is not None else None,
             "problem": self.problem,
@@ -201,9 +211,17 @@ class Summary:
         if self.killed is not None:
             line += (
                 f"; {self.killed.worker} was killed in the middle of {self.killed.request_id}, "
-                f"done again as attempt {self.killed.attempt_after}"
+                f"done again as attempt {self.killed.attempt_after}{self._taken_up(self.killed)}"
             )
         return line
+
+    def _taken_up(self, killed: Kill) -> str:
+        """Say from where a killed worker's job went on; nothing for a stage without steps."""
+        stages = (report.stages for report in self.requests if report.prompt.request_id == killed.request_id)
+        stage = next((found[killed.stage] for found in stages if killed.stage in found), None)
+        if stage is None or not (stage.resumed_step or stage.steps_redone):
+            return ""
+        return f" from step {stage.resumed_step}, {stage.steps_redone} steps done twice"
 
 
 def read_result(report: RequestReport, result: Plain, *, began_s: float, names: Mapping[str, str]) -> Path | None:
@@ -255,6 +273,8 @@ def _stage_report(entry: Mapping[str, object], began_s: float, names: Mapping[st
         output_bytes=int(_number(entry.get("output_bytes"))),
         path=path if isinstance(path, str) else None,
         transfer_s=_number(entry.get("transfer_s")),
+        resumed_step=int(_number(entry.get("resumed_step"))),
+        steps_redone=int(_number(entry.get("steps_redone"))),
     )
 
 
