@@ -505,6 +505,29 @@ def test_a_slow_store_makes_saves_be_skipped_and_one_snapshot_is_all_that_is_hel
     assert found.step == 8
 
 
+@pytest.mark.parametrize("part", ["latents", "last_sample"])
+def test_a_state_that_is_changed_while_it_is_saved_is_void(part: str, rig: Rig) -> None:
+    rig.save(rig.checkpointer(), 1)
+    troubled = Troubled(rig.relay)
+    troubled.gate = threading.Event()
+    checkpointer = rig.checkpointer(Wrapped(rig, troubled))
+    session = checkpointer.session(IDENTITY)
+    session.resume()
+    moving = state(2)
+    assert session.after_step(2, lambda: moving)
+    assert troubled.entered.wait(30)
+    changed = moving.latents if part == "latents" else moving.scheduler[part]
+    assert isinstance(changed, torch.Tensor)
+    changed.add_(1)
+    troubled.gate.set()
+    assert checkpointer.wait_idle(30)
+    assert [event.code for event in rig.told("checkpoint_failed")] == ["integrity_error"]
+    found = rig.checkpointer().session(IDENTITY).resume()
+    assert found is not None
+    assert same(found.tree(), state(1).tree())
+    assert {key.split("/")[3].split("-")[1] for key in rig.left()} == {"1"}
+
+
 def test_nothing_is_begun_while_a_lost_put_may_still_read_the_snapshot(rig: Rig) -> None:
     kept: list[Any] = []
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from moonrelay.cache.checkpoint import Checkpointer, CheckpointSession, StepState
 from moonrelay.cache.checkpoint_identity import mismatch
 from moonrelay.errors import Cancelled, CheckpointMismatch, ConfigError, Preempted
-from moonrelay_diffusers.scheduling import ScheduleHistory, seeded_steps
+from moonrelay_diffusers.scheduling import ScheduleHistory, captured, seeded_steps
 
 if TYPE_CHECKING:
     import torch
@@ -259,7 +259,7 @@ class DenoiseLoop:
                 raise ConfigError(message, field="generators.default")
         return StepState(
             step=done,
-            latents=latents.detach().clone(),
+            latents=captured(latents),  # type: ignore[arg-type]  # a tensor as it was
             scheduler=self._history.capture(),
             generators={NOISE: self._generator.get_state()},
         )

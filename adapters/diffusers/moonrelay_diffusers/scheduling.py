@@ -107,7 +107,7 @@ class ScheduleHistory:
         return digest_of(self._scheduler.timesteps)
 
     def capture(self) -> dict[str, object]:
-        """Return the history, with tensors of its own.
+        """Return the history; see `captured` for its tensors.
 
         Raises:
             ConfigError: The scheduler changed something that is no known part of its history.
@@ -116,7 +116,7 @@ class ScheduleHistory:
             if self._before.get(name) != mark:
                 message = f"{self.kind} changed {name} while it stepped, which is no known part of its history"
                 raise ConfigError(message, field=f"scheduler.{name}")
-        history = {name: _copied(getattr(self._scheduler, name, None)) for name in self._names}
+        history = {name: captured(getattr(self._scheduler, name, None)) for name in self._names}
         outputs, timesteps = history.get("model_outputs"), history.get("timestep_list")
         if isinstance(outputs, list) and isinstance(timesteps, list):
             # Setting the timesteps clears the outputs of the run before and leaves these, which nobody reads.
@@ -161,7 +161,7 @@ class ScheduleHistory:
     def restore(self, history: Mapping[str, object]) -> None:
         """Put a history back that `check` found good; the scheduler goes on from there."""
         for name in self._names:
-            setattr(self._scheduler, name, _copied(history[name]))
+            setattr(self._scheduler, name, history[name])
 
     def _others(self) -> dict[str, object]:
         """Return a mark of everything that is no history; equal as long as nobody touched it."""
@@ -181,13 +181,20 @@ def _mark(value: object) -> object:
     return id(value)
 
 
-def _copied(value: object) -> object:
+def captured(value: object) -> object:
+    """Return a value of the loop's for a checkpoint: lists of their own, tensors that nobody changes.
+
+    In host memory the loop's own tensors are taken: pipelines and schedulers replace them and change none in place, and
+    where one was changed, torch has counted it, and the checkpoint is void. On a device they are copied, which costs
+    next to nothing there: recorded graphs write into the same memory again, uncounted.
+    """
     import torch
 
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        tensor = value.detach()
+        return tensor.clone() if tensor.device.type != "cpu" or tensor.is_inference() else tensor
     if isinstance(value, list):
-        return [_copied(part) for part in value]
+        return [captured(part) for part in value]
     return value
 
 

@@ -445,7 +445,8 @@ class CheckpointSession:
         Args:
             step: Steps done.
             capture: Called here and now, in this thread, when the state is going to be saved. Nobody may change what
-                it returns afterwards: it copies what the loop changes in place.
+                it returns afterwards: it copies what the loop changes in place, and need not copy what the loop only
+                replaces. A change that torch can see makes the checkpoint void.
 
         Returns:
             Whether a save was begun. It was not when none was due, or the one before is still under way.

@@ -99,6 +99,7 @@ class Snapshot:
     def __init__(self, tree: object, request_id: str) -> None:
         self._flat: Flattened = flatten(StagePayload(request_id, "checkpoint", data=tree, schema=SCHEMA))
         self._ready = _work_done(self._flat.leaves)
+        self._versions = _versions(self._flat.leaves)
 
     @property
     def nbytes(self) -> int:
@@ -116,6 +117,16 @@ class Snapshot:
                 on_device=tuple(leaf.device.type != "cpu" for leaf in flat.leaves),
             )
         )
+
+    def check_unchanged(self) -> None:
+        """Raise when a tensor was changed in place since the snapshot was made, as far as torch keeps count.
+
+        Raises:
+            IntegrityError: What was stored may be neither the one state nor the other.
+        """
+        if _versions(self._flat.leaves) != self._versions:
+            message = "a tensor of the state was changed in place while it was saved; capture a copy of it"
+            raise IntegrityError(message)
 
     def on_host(self) -> list[torch.Tensor]:
         """Return the tensors packed in host memory. Blocks: until a device has computed and copied them."""
@@ -211,6 +222,7 @@ class Shelf:
             )
             for chunk, (memory, extents) in enumerate(parts):
                 _put(payload, chunk, extents, deadline, quiet(memory))
+            snapshot.check_unchanged()
             payload.put_end(CHUNKS, ttl_s, deadline)
         return len(index) + len(described) + snapshot.nbytes
 
@@ -324,6 +336,11 @@ def _placed(tensor: torch.Tensor, strides: tuple[int, ...], device: str | None) 
     made = torch.empty_strided(tuple(tensor.shape), kept, dtype=tensor.dtype, device=device or "cpu")
     copy_bits(tensor, made)
     return made
+
+
+def _versions(leaves: Sequence[torch.Tensor]) -> list[int | None]:
+    # Tensors made in inference mode are not counted; whoever captures those copies them.
+    return [None if leaf.is_inference() else leaf._version for leaf in leaves]  # noqa: SLF001
 
 
 def _work_done(leaves: Sequence[torch.Tensor]) -> Callable[[], None]:
