@@ -310,7 +310,7 @@ def _device() -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return fields.carriable(value)
+    return fields.plain(value)
 
 
 def _address(address: tuple[str, int] | None) -> str:

@@ -16,29 +16,44 @@ from moonrelay_lightx2v import fields
 Pair = namedtuple("Pair", "left right")
 
 
-def test_containers_become_plain_and_tensors_stay_themselves() -> None:
+def test_the_hosts_dicts_become_plain_and_tensors_stay_themselves() -> None:
     tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3)
-    given = LockableDict({"a": OrderedDict(b=[tensor, None]), "c": Pair(1, "x"), "shape": tensor.shape})
+    given = LockableDict({"a": {"b": [tensor, None]}, "c": (1, "x"), "shape": tensor.shape})
     found = fields.carriable(given)
     assert type(found) is dict
     assert type(found["a"]) is dict
     assert found["a"]["b"][0] is tensor
     assert found["a"]["b"][1] is None
-    assert type(found["c"]) is tuple
     assert found["c"] == (1, "x")
     assert type(found["shape"]) is torch.Size
 
 
-def test_the_hosts_image_info() -> None:
+@pytest.mark.parametrize("value", [OrderedDict(b=1), Pair(1, "x"), np.int64(3)], ids=["dict", "tuple", "number"])
+def test_what_would_arrive_as_something_else_is_left_for_the_core_to_refuse(value: object) -> None:
+    found = fields.carriable({"text_encoder_output": {"context": [value]}})
+    assert found["text_encoder_output"]["context"][0] is value
+
+
+def test_a_cycle_is_left_for_the_core_to_refuse() -> None:
+    value: list[object] = []
+    value.append(value)
+    assert fields.carriable({"a": value})["a"][0] is value
+
+
+def test_what_the_host_sends_as_json() -> None:
     info = {
-        "vae_image_info_list": [(np.int64(32), np.int32(48)), (64, 48)],
+        "vae_image_info_list": [(np.int64(32), np.int32(48)), Pair(64, 48)],
         "scale": np.float64(0.1),
         "on": np.bool_(1),
     }
-    found = fields.carriable(info)
-    assert found == {"vae_image_info_list": [(32, 48), (64, 48)], "scale": 0.1, "on": True}
-    assert {type(value) for pair in found["vae_image_info_list"] for value in pair} == {int}
-    assert (type(found["scale"]), type(found["on"])) == (float, bool)
+    found = fields.carriable({"text_encoder_output": {"image_info": info}, "latent_shape": [np.int64(16), 3]})
+    found_info = found["text_encoder_output"]["image_info"]
+    assert found_info == {"vae_image_info_list": [(32, 48), (64, 48)], "scale": 0.1, "on": True}
+    assert {type(value) for pair in found_info["vae_image_info_list"] for value in pair} == {int}
+    assert [type(pair) for pair in found_info["vae_image_info_list"]] == [tuple, tuple]
+    assert (type(found_info["scale"]), type(found_info["on"])) == (float, bool)
+    assert [type(number) for number in found["latent_shape"]] == [int, int]
+    assert type(fields.plain(np.int64(5))) is int
 
 
 def test_what_is_there_already_is_not_copied() -> None:
