@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from moonrelay.cache.checkpoint import Checkpointer
 from moonrelay.cache.checkpoint_identity import check_override
 from moonrelay.config import unknown_key
-from moonrelay.errors import Cancelled, ConfigError, DeadlineExceeded, LeaseLost, MoonrelayError, WireError
+from moonrelay.errors import Cancelled, ClosedError, ConfigError, DeadlineExceeded, LeaseLost, MoonrelayError, WireError
 from moonrelay.orchestrator.program import Outcome, StageProgram, Work
 from moonrelay.orchestrator.trace import KEY, StageTrace
 from moonrelay.payload import StagePayload
@@ -266,10 +266,10 @@ def _wrong_wish(work: Work, name: str, value: object, wanted: str) -> ConfigErro
 
 def _is_the_end(work: Work, error: MoonrelayError) -> bool:
     """Say whether the request ends by this error, as far as is known here; where not, somebody may go on."""
-    lost = work.job.lost
-    if isinstance(lost or error, LeaseLost):
+    why = work.job.lost or error
+    if isinstance(why, (LeaseLost, ClosedError)):  # the job is another worker's, or will be: it is we who end
         return False
-    return isinstance(lost or error, (Cancelled, DeadlineExceeded)) or not error.retryable
+    return isinstance(why, (Cancelled, DeadlineExceeded)) or not why.retryable
 
 
 def _steps(work: Work, tree: Mapping[str, object], wanted: RunCheckpoints | None) -> dict[str, Plain]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import pytest
@@ -13,10 +14,19 @@ import torch
 from moonrelay import CheckpointMismatch, DiffusionConnector, Preempted
 from moonrelay.cache.checkpoint import Checkpointer, CheckpointSession, StepState
 from moonrelay.clock import Deadline, SystemClock
-from moonrelay.errors import Cancelled, ConfigError
+from moonrelay.errors import (
+    Cancelled,
+    ClosedError,
+    ConfigError,
+    DeadlineExceeded,
+    LeaseLost,
+    MoonrelayError,
+    TransferFailed,
+)
 from moonrelay.events import Event
 from moonrelay_diffusers import load_stage
 from moonrelay_diffusers.loop import RunCheckpoints
+from moonrelay_diffusers.programs import _is_the_end
 from moonrelay_diffusers.reference import Reference
 from moonrelay_diffusers.scheduling import ScheduleHistory
 
@@ -550,3 +560,26 @@ def test_without_a_store_the_run_is_the_same(bench: Bench) -> None:
     assert bits(latents) == bits(plain)
     assert {told["code"] for told in bench.told("checkpoint_failed")} == {"closed_error"}
     assert isinstance(wanted.session, CheckpointSession)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost", "over"),
+    [
+        (Cancelled("x"), None, True),
+        (DeadlineExceeded("x"), None, True),
+        (ConfigError("x"), None, True),
+        (CheckpointMismatch("x"), None, True),
+        (Preempted("x"), None, False),
+        (TransferFailed("x"), None, False),
+        (ClosedError("x"), None, False),
+        (LeaseLost("x"), None, False),
+        (Cancelled("x"), LeaseLost("another has it"), False),
+        (Cancelled("x"), Cancelled("by its client"), True),
+    ],
+    ids=str,
+)
+def test_checkpoints_are_removed_when_the_request_is_over_and_kept_for_whoever_goes_on(
+    error: MoonrelayError, lost: MoonrelayError | None, over: bool
+) -> None:
+    work = SimpleNamespace(job=SimpleNamespace(lost=lost))
+    assert _is_the_end(work, error) is over  # type: ignore[arg-type]
