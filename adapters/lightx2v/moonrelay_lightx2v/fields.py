@@ -1,7 +1,8 @@
 """The trees that the host's runners hand over: in the form that can be carried, and back on a role's device.
 
 Owns what is changed on the way, which is little: the host's own dicts become plain ones, and numpy's scalars Python's
-where its own code has it so. Tensors keep shape, dtype and bits; what cannot be carried is refused by the core, by its place.
+where its own code has it so. Tensors keep shape, dtype and bits; what cannot be carried is refused by the core, by its
+place.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from moonrelay.plugins import HostFinding
+    from moonrelay_conformance.targets.adapter import AdapterTarget
 
 logger = logging.getLogger(__name__)
 
@@ -351,3 +352,9 @@ class Lightx2vAdapter:
         from moonrelay_lightx2v import activity
 
         yield from activity.examine()
+
+    def conformance_target(self) -> AdapterTarget:
+        """Return what the conformance suite tests; see `moonrelay_lightx2v.conformance`."""
+        from moonrelay_lightx2v.conformance import Lightx2vTarget
+
+        return Lightx2vTarget()

@@ -275,10 +275,13 @@ class AdapterTarget(Target):
         side: ``module:Class`` of its `AdapterSide`, importable in a side's process.
         forked: Whether sides' processes are forked from one in which `AdapterSide.prepare` was called, instead of
             started: for a host that imports for many seconds.
+        needs_host: Whether ``moonrelay conformance NAME`` refuses to run where the adapter says that it is not
+            available. False where the sides are as they are with the host, and its class has no part in what they do.
     """
 
     kind: ClassVar[str] = "adapter"
     forked: ClassVar[bool] = False
+    needs_host: ClassVar[bool] = True
     side: str
 
     @abstractmethod

@@ -117,7 +117,8 @@ def _run(
 
     levels = level_named(level).upto
     target = resolve(name)
-    why = _unavailable(target.kind, target.name) if _is_installed(name) else None
+    asked = _is_installed(name) and getattr(target, "needs_host", True)
+    why = _unavailable(target.kind, target.name) if asked else None
     if why is not None:
         message = f"{target.kind} {target.name!r} cannot be used here: {why}"
         raise PluginError(message, plugin=target.name)
