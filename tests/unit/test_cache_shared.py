@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -283,7 +284,7 @@ def test_in_a_full_relay_the_oldest_make_room() -> None:
     relay = MemoryRelay(StoreConfig(url=None, capacity_bytes=30_000))
     relay.start()
     heard = Heard(relay)
-    assert all([put(heard.store, i) for i in range(60)])
+    assert all(put(heard.store, i) for i in range(60))
     assert heard.evicted
     assert got(heard.store, 59) == data(59)
     assert heard.trouble == []
@@ -516,3 +517,70 @@ def test_a_clear_that_somebody_died_in_is_finished_by_the_next_put() -> None:
     assert not [key for key in relay.keys(PREFIX, soon()) if root.incarnation in key]
     assert got(heard.store, 6) is None
     assert got(heard.store, 5) == data(5)
+
+
+class Breaking(Counting):
+    """Fails where it is told to: at one call of a kind, a removal half-way."""
+
+    def __init__(self, inner: Relay) -> None:
+        super().__init__(inner)
+        self.breaks: Callable[[str, Sequence[str]], bool] = lambda call, keys: False
+
+    def get_bytes(self, key: str, deadline: Deadline) -> bytes | None:
+        if self.breaks("get_bytes", [key]):
+            message = "injected"
+            raise TransferFailed(message)
+        return super().get_bytes(key, deadline)
+
+    def remove(self, keys: Sequence[str], deadline: Deadline) -> None:  # type: ignore[override]
+        keys = list(keys)
+        if self.breaks("remove", keys):
+            super().remove(keys[: len(keys) // 2], deadline)
+            message = "injected"
+            raise TransferFailed(message)
+        super().remove(keys, deadline)
+
+
+@pytest.mark.parametrize("nth", range(20))
+def test_a_clear_that_fails_at_any_removal_is_finished_by_a_put_or_a_clear(nth: int) -> None:
+    inner = MemoryRelay(StoreConfig(url=None))
+    inner.start()
+    stale = Heard(inner)
+    for i in range(20):
+        assert put(stale.store, i)
+    breaking = Breaking(inner)
+    left = [nth]
+
+    def breaks(call: str, keys: Sequence[str]) -> bool:
+        left[0] -= call == "remove"
+        return left[0] < 0
+
+    breaking.breaks = breaks
+    with contextlib.suppress(TransferFailed):
+        Heard(breaking).store.clear(soon())
+    assert stale.store.usage(soon()).nbytes <= CAPACITY
+    assert put(stale.store, 30)
+    other = Heard(inner)
+    assert put(other.store, 31)
+    assert put(stale.store, 32)
+    assert got(other.store, 32) == data(32)
+    assert got(stale.store, 31) == data(31)
+    other.store.clear(soon())
+    assert inner.keys("", soon()) == []
+
+
+def test_a_writer_that_opens_a_generation_of_a_cleared_store_is_not_believed() -> None:
+    inner = MemoryRelay(StoreConfig(url=None))
+    inner.start()
+    relay = Breaking(inner)
+    writer, other = Heard(relay), Heard(inner)
+    assert put(writer.store, 1, 6000)
+    other.store.clear(soon())
+    assert put(other.store, 2)
+    relay.breaks = lambda call, keys: keys[0].endswith("/z")
+    with pytest.raises(TransferFailed):
+        put(writer.store, 3, 6000)  # opens the next generation, and does not come to see that all was cleared
+    relay.breaks = lambda call, keys: False
+    assert put(writer.store, 4)
+    assert got(other.store, 4) == data(4)
+    assert got(writer.store, 2) == data(2)
