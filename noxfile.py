@@ -1,19 +1,21 @@
 """Sessions: ``unit`` and ``wheel`` need no host; a session per host runs that host's adapter tests.
 
 ``conformance`` runs the suite against what lies here, ``vllm_omni`` and ``sglang`` against the adapters of hosts that
-need environments of their own, ``third_party`` against one that somebody else wrote, and ``matrix`` joins the reports
-that they left in ``out/conformance``.
+need environments of their own, ``lightx2v`` in the environment of who brings that host, ``third_party`` against an
+adapter that somebody else wrote, and ``matrix`` joins the reports that they left in ``out/conformance``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import sys
 import sysconfig
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,6 +46,25 @@ TARGETS = (
     "relay:mooncake",
     "queue:memory",
     "queue:sqlite",
+)
+#: What names a Python that can import LightX2V, which is on no package index.
+LIGHTX2V_PYTHON = "MOONRELAY_LIGHTX2V_PYTHON"
+#: What that Python must have beside the host; by the modules' names.
+LIGHTX2V_NEEDS = (
+    "lightx2v",
+    "msgspec",
+    "zmq",
+    "xxhash",
+    "typer",
+    "rich",
+    "mooncake",
+    "starlette",
+    "uvicorn",
+    "httpx",
+    "pytest",
+    "pytest_timeout",
+    "xdist",
+    "hypothesis",
 )
 REPORTS = ROOT / "out" / "conformance"
 COMMITTED = ROOT / "conformance" / "matrix.md"
@@ -173,6 +194,75 @@ def sglang(session: nox.Session) -> None:
     # An expected hang is bounded by its test; a stack of a waiting test after less would hide what failed.
     options = ("-o", "faulthandler_timeout=900")
     host_session(session, "sglang", cpu_support="cpu_support.install", parts=("tests",), pytest_options=options)
+
+
+@nox.session(venv_backend="none")
+def lightx2v(session: nox.Session) -> None:
+    """Run LightX2V's tests and the suite against its adapter, by the Python that MOONRELAY_LIGHTX2V_PYTHON names.
+
+    Nothing is installed there: the wheel is unpacked beside it, and found by the search path, its entry points too.
+    Without the variable the suite alone is run, in the environment that runs nox and without the host; the adapter's
+    tests that need no host are among `make test`. Everything after ``--`` goes to pytest.
+    """
+    took: dict[str, float] = {}
+    report = REPORTS / "adapter-lightx2v.json"
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    report.unlink(missing_ok=True)
+    suite = ("-m", "moonrelay.cli.main", "conformance", "lightx2v", "--jobs", "2", "--json", str(report))
+    python = os.environ.get(LIGHTX2V_PYTHON)  # noqa: TID251 - no setting of the package, but of this session
+    if not python:
+        with timed(session, took, "conformance"):
+            session.run(sys.executable, *suite)
+        session.warn(
+            f"{LIGHTX2V_PYTHON} is not set, so nothing was run with the host: not its own programs and servers on our "
+            "connector (pytest -m lightx2v), and the suite without its class"
+        )
+        return
+    scratch = Path(session.create_tmp()).resolve()
+    environment = lightx2v_environment(session, python, scratch)
+    tests = ("-m", "lightx2v", "--durations", "15", "adapters/lightx2v/tests", *session.posargs)
+    failed = []
+    session.chdir(scratch / "away")
+    for part, command in {"conformance": suite, "tests": ("-m", "pytest", *tests)}.items():
+        with timed(session, took, part):
+            try:
+                session.run(python, *command, env=environment)
+            except CommandFailed:  # the other one is run all the same
+                failed.append(part)
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
+
+
+def lightx2v_environment(session: nox.Session, python: str, scratch: Path) -> dict[str, str]:
+    """Lay out the wheel, the tests and the CPU support in a folder; return the variables by which they are found."""
+    look = "from importlib.util import find_spec; print(*(n for n in {!r} if find_spec(n) is None))"
+    missing = str(session.run(python, "-c", look.format(LIGHTX2V_NEEDS), silent=True)).split()
+    if missing:
+        session.error(f"{python} lacks {', '.join(missing)}; {LIGHTX2V_PYTHON} is to name one that has them all")
+    unpacked, away, support = (scratch / name for name in ("wheel", "away", "cpu"))
+    for folder in (unpacked, away, support):
+        shutil.rmtree(folder, ignore_errors=True)
+    with zipfile.ZipFile(built_wheel(session, scratch)) as archive:
+        archive.extractall(unpacked)
+    tests = away / "adapters" / "lightx2v" / "tests"
+    shutil.copytree(ROOT / "adapters/lightx2v/tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", away)
+    own = os.environ.get("PYTHONPATH")  # noqa: TID251 - as above
+    searched = [str(unpacked), *([own] if own else [])]
+    session.run(
+        python,
+        "-m",
+        "lightx2v_cpu.install",
+        str(support),
+        env={"PYTHONPATH": os.pathsep.join([str(tests), *searched])},
+        silent=True,
+    )
+    # The suite runs on host memory, and so may the host, whatever this machine has.
+    environment = {"PLATFORM": "cpu", "PYTHONPATH": os.pathsep.join([str(support), str(tests), *searched])}
+    where = session.run(python, "-c", "import moonrelay; print(moonrelay.__file__)", env=environment, silent=True)
+    if str(unpacked) not in str(where):
+        session.error(f"the tests would run against another Moonrelay: {where}")
+    return environment
 
 
 def host_session(

@@ -269,6 +269,13 @@ class TestCommand:
         assert done.exit_code == 1
         assert "pip install 'moonrelay[diffusers]'" in done.stderr
 
+    def test_a_target_that_needs_no_host_runs_without(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("moonrelay_lightx2v.plugin.host_folder", lambda: None)
+        done = invoke("lightx2v", "--only", "one-byte", "--jobs", "1")
+        assert done.exit_code == 0, done.output
+        assert "not installed" not in done.stderr
+        assert "one-byte (p2p)" in done.output
+
     def test_the_list_says_what_there_is(self) -> None:
         done = invoke("--list")
         assert done.exit_code == 0
