@@ -8,13 +8,12 @@ ends well or fails. What that contract has no word for is declared as unsupporte
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import ipaddress
 import itertools
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -25,7 +24,7 @@ from moonrelay_conformance.sides.connector_side import mode_of
 from moonrelay_conformance.targets.adapter import AdapterSide, Outgoing, SideClaim, SideSettings, Ticket
 from moonrelay_conformance.targets.connector import ConnectorTarget
 from moonrelay_lightx2v import config, plugin
-from moonrelay_lightx2v.mixin import MARK, dispatching, end_of
+from moonrelay_lightx2v.roles import link_of, runner_class, serve
 
 #: Where in the encoder's outputs a payload travels.
 FIELD: Final = "text_encoder_output"
@@ -42,26 +41,6 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
 
     desk: str
     task_id: str
-
-
-@dataclasses.dataclass
-class BareMixin:
-    """What our mixin is a subclass of where the host is not there: a class with the host's names."""
-
-    def init_disagg(self, config: Any) -> None:
-        raise NotImplementedError
-
-    send_encoder_outputs = receive_encoder_outputs = init_disagg
-    send_transformer_outputs = receive_transformer_outputs = release_disagg = init_disagg
-
-
-class _Base:
-    """What the mixin's methods need of the host's own base of runners."""
-
-    config: dict[str, Any]
-
-    def set_config(self, config_modify: Mapping[str, Any]) -> None:
-        self.config.update(config_modify)
 
 
 class Lightx2vSide(AdapterSide):
@@ -97,10 +76,10 @@ class Lightx2vSide(AdapterSide):
             runner.send_encoder_outputs({FIELD: outgoing.tree, "image_encoder_output": None}, _LATENT_SHAPE)
 
         try:
-            _serve(sender, task_id, encode)
+            serve(sender, task_id, encode)
         finally:
             sender.work = None
-        host, port = _link_of(sender).address
+        host, port = link_of(sender).address
         return {"desk": f"[{host}]:{port}" if ":" in host else f"{host}:{port}", "task_id": task_id}
 
     def receive(self, ticket: Ticket, *, timeout_s: float) -> Any:
@@ -120,7 +99,7 @@ class Lightx2vSide(AdapterSide):
     def in_use(self) -> Mapping[str, int]:
         """Return what is held. Runners that were made for one payload go when they hold nothing more."""
         for life_s, sender in list(self._senders.items()):
-            if life_s != self.settings.lease_ttl_s and not any(_link_of(sender).in_use().values()):
+            if life_s != self.settings.lease_ttl_s and not any(link_of(sender).in_use().values()):
                 self._senders.pop(life_s).release_disagg()
         for receiver in list(self._receivers):
             if receiver.free and not any(receiver.in_use().values()):
@@ -128,7 +107,7 @@ class Lightx2vSide(AdapterSide):
                 receiver.close()
         held: dict[str, int] = {}
         for link in (
-            *(_link_of(sender) for sender in self._senders.values()),
+            *(link_of(sender) for sender in self._senders.values()),
             *(one.link for one in self._receivers),
         ):
             for name, count in link.in_use().items():
@@ -220,7 +199,7 @@ class Receiver:
 
     @property
     def link(self) -> Any:
-        return _link_of(self._runner)
+        return link_of(self._runner)
 
     @property
     def free(self) -> bool:
@@ -245,7 +224,7 @@ class Receiver:
 
         def run() -> None:
             try:
-                _serve(self._runner, task_id, transform)
+                serve(self._runner, task_id, transform)
                 taken.ended = self.link.not_consumed
             except BaseException as exc:  # noqa: BLE001 - it is the caller's, who waits for it
                 taken.ended = exc
@@ -381,51 +360,6 @@ class MooncakeLightx2vTarget(Lightx2vTarget):
         super().__init__(engine="mooncake")
 
 
-def native_mixin() -> type:
-    """Return the host's own mixin; without the host, a class with its names. Imports the host.
-
-    Raises:
-        Exception: It is there and cannot be imported.
-    """
-    if plugin.host_folder() is None:
-        return BareMixin
-    found: type = getattr(importlib.import_module(plugin.MIXIN_MODULE), plugin.MIXIN)
-    return found.__mro__[1] if getattr(found, MARK, False) else found
-
-
-def runner_class() -> Callable[[str, Mapping[str, Any]], Any]:
-    """Return the class of runners: a role and its ``disagg_config``."""
-    # Payloads are in host memory, whatever the host's device is: the suite compares them there.
-    mixin: Any = dispatching(native_mixin(), device=lambda: "cpu")
-
-    class Runner(mixin, _Base):  # type: ignore[misc]
-        """A role: what it does with a request is given to it."""
-
-        def __init__(self, role: str, section: Mapping[str, Any]) -> None:
-            self.config = {"disagg_mode": role, "disagg_config": dict(section)}
-            self.work: Callable[[Any], None] | None = None
-            self.init_disagg(self.config)
-
-        def run_pipeline(self, input_info: object) -> None:
-            assert self.work is not None
-            self.work(self)
-
-    return Runner
-
-
-def _serve(runner: Any, task_id: str, work: Callable[[Any], None]) -> None:
-    """Have a runner do a request, as the worker of the host's server does."""
-    runner.work = work
-    runner.set_config({"task_id": task_id, "prompt": task_id, "seed": 1})
-    runner.run_pipeline(None)
-
-
-def _link_of(runner: Any) -> Any:
-    end = end_of(runner)
-    assert end is not None
-    return end.link
-
-
 def _told(ticket: Ticket) -> _Told:
     """Return what a ticket says.
 
@@ -461,4 +395,4 @@ def _refuse_what_has_no_word(outgoing: Outgoing) -> None:
             raise ConfigError(message, field=name)
 
 
-__all__ = ["BareMixin", "Lightx2vSide", "Lightx2vTarget", "MooncakeLightx2vTarget", "Receiver"]
+__all__ = ["Lightx2vSide", "Lightx2vTarget", "MooncakeLightx2vTarget", "Receiver"]

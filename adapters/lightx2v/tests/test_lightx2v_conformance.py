@@ -16,9 +16,10 @@ from moonrelay.errors import ConfigError, DeadlineExceeded, LeaseExpired, LeaseL
 from moonrelay_conformance.capability import Capability
 from moonrelay_conformance.targets.adapter import Outgoing, SideSettings
 from moonrelay_conformance.targets.connector import ConnectorGround
-from moonrelay_lightx2v import conformance, plugin
-from moonrelay_lightx2v.conformance import FIELD, BareMixin, Lightx2vSide, Lightx2vTarget
+from moonrelay_lightx2v import plugin
+from moonrelay_lightx2v.conformance import FIELD, Lightx2vSide, Lightx2vTarget
 from moonrelay_lightx2v.plugin import Lightx2vAdapter
+from moonrelay_lightx2v.roles import BareMixin, link_of, native_mixin
 
 TIMEOUT_S = 20.0
 SHORT_S = 0.5
@@ -69,7 +70,7 @@ def test_the_class_without_the_host_has_the_contracts_methods_and_gives_nothing(
 ) -> None:
     """So what is run without the host is ours alone."""
     assert {name for name in vars(BareMixin) if not name.startswith("__")} == set(plugin.CONTRACT)
-    assert conformance.native_mixin() is BareMixin
+    assert native_mixin() is BareMixin
     for name in plugin.CONTRACT:
         with pytest.raises(NotImplementedError):
             getattr(BareMixin(), name)(None)
@@ -142,7 +143,7 @@ def test_an_acknowledgement_that_fails_is_seen(sides: tuple[Lightx2vSide, Lightx
     ticket = producer.publish(outgoing(torch.ones(3)))
     claim = consumer.claim(ticket, timeout_s=TIMEOUT_S)
     (sender,) = producer._senders.values()
-    link = conformance._link_of(sender)
+    link = link_of(sender)
     (offered,) = link._offered
     link._drop(offered, "the same request was sent again")
     with pytest.raises(Exception, match="the same request was sent again"):
