@@ -2,12 +2,13 @@
 
 Owns when and how the host's ``DisaggMixin`` is replaced by ours, and that a config which names our connector never runs
 the host's own code because that did not work. The host loads plugins before its own modules and passes over one that
-raises, so `register` plants a finder that waits for two of them: the mixin's, whose class is replaced as soon as it is
-there, and the runners' base, where each runner is looked at as it is made.
+raises, so `register` plants a finder that waits for three of them: the mixin's, whose class is replaced as soon as it
+is there; the runners' base, where each runner is looked at as it is made; and the base of the host's services, another
+way to disaggregate that is not ours, which refuse a config that names us.
 
-What is process-wide lies with the import system: the finder in ``sys.meta_path`` until it has done its work, and what
-came of it on the host's module. Nothing but the standard library is imported at the top: whatever is broken here is
-said where a config asks for us.
+What is process-wide lies with the import system: the finder in ``sys.meta_path`` until it has done its work, where no
+services run to the end, and what came of it on the host's modules. Nothing but the standard library is imported at the
+top: whatever is broken here is said where a config asks for us.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from moonrelay.cli.bench.host_lanes import HostBench
     from moonrelay.plugins import HostFinding
     from moonrelay_conformance.targets.adapter import AdapterTarget
 
@@ -39,11 +41,13 @@ _HOST: Final = "lightx2v"
 #: The host's commits that the adapter is for, in words: its version has not changed since the first one.
 SUPPORTED: Final = "commits from 16 June 2026 (its first with plugins) to f8aee98b of 21 August 2026"
 
-#: The module and class that are replaced, and the ones that every runner is made of.
+#: The module and class that are replaced, those that every runner is made of, and those of every service.
 MIXIN_MODULE: Final = "lightx2v.disagg.disagg_mixin"
 MIXIN: Final = "DisaggMixin"
 RUNNER_MODULE: Final = "lightx2v.models.runners.base_runner"
 RUNNER: Final = "BaseRunner"
+SERVICE_MODULE: Final = "lightx2v.disagg.services.base"
+SERVICE: Final = "BaseService"
 #: The mixin's methods that runners call, with the parameters after ``self``.
 CONTRACT: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -71,7 +75,11 @@ def register() -> None:
 
     Threads: any; calling it again changes nothing.
     """
-    hooks: Mapping[str, Callable[[ModuleType], None]] = {MIXIN_MODULE: _replace, RUNNER_MODULE: _watch}
+    hooks: Mapping[str, Callable[[ModuleType], None]] = {
+        MIXIN_MODULE: _replace,
+        RUNNER_MODULE: _watch,
+        SERVICE_MODULE: _watch_services,
+    }
     waiting = {}
     for name, hook in hooks.items():
         module = sys.modules.get(name)
@@ -136,6 +144,11 @@ class PostImport(MetaPathFinder):
     def __init__(self, waiting: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._waiting = dict(waiting)
         self._asking = threading.local()
+
+    @property
+    def waiting(self) -> frozenset[str]:
+        """The modules that it waits for."""
+        return frozenset(self._waiting)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -209,7 +222,8 @@ def _replace(module: ModuleType) -> None:
     setattr(module, _WHY_NOT, why)
     logger.error("%s", why)
     if isinstance(native, type) and callable(getattr(native, "init_disagg", None)):
-        _guard_init(native, why)
+        # In the class that others were made of too.
+        native.init_disagg = _refusing(native.init_disagg, why)  # type: ignore[attr-defined]
 
 
 def _why_not_replaced(module: ModuleType, native: Any) -> str | None:
@@ -248,17 +262,17 @@ def _users_of(native: type, module: ModuleType) -> tuple[str, ...]:
     return (*classes, *modules)
 
 
-def _guard_init(native: type, why: str) -> None:
-    """Have the host's ``init_disagg`` refuse a config that names us, in the class that others were made of too."""
-    own: Callable[..., Any] = native.init_disagg  # type: ignore[attr-defined]
+def _refusing(own: Callable[..., Any], why: str) -> Callable[..., Any]:
+    """Return a method of the host that refuses a config which names us."""
 
     @functools.wraps(own)
-    def init_disagg(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if any(map(_names_us, (*args, *kwargs.values()))):
             raise _error(why)
         return own(self, *args, **kwargs)
 
-    native.init_disagg = init_disagg  # type: ignore[attr-defined]
+    setattr(method, _GUARDED, True)
+    return method
 
 
 def _watch(module: ModuleType) -> None:
@@ -284,6 +298,42 @@ def _watch(module: ModuleType) -> None:
 
     setattr(init, _GUARDED, True)
     base.__init__ = init  # type: ignore[misc]
+
+
+def _watch_services(module: ModuleType) -> None:
+    """Have the host's services refuse a config that names us: they hand over by code of their own, and say nothing."""
+    base = getattr(module, SERVICE, None)
+    if not isinstance(base, type):
+        logger.error("moonrelay does not know this LightX2V: no %s in %s; supported are %s", SERVICE, module, SUPPORTED)
+        return
+    made: list[type] = type.__subclasses__(base)
+    for service in made:
+        _guard_service(service)
+    own = getattr(base.__init_subclass__, "__func__", None)
+    if getattr(own, _GUARDED, False):
+        return
+
+    def init_subclass(cls: type[Any], /, **kwargs: Any) -> None:
+        if own is None:
+            super(base, cls).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+        else:
+            own(cls, **kwargs)
+        _guard_service(cls)
+
+    setattr(init_subclass, _GUARDED, True)
+    base.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+
+
+def _guard_service(service: type) -> None:
+    """Guard what a service takes its config by: all but the controller when they are made, that one when it runs."""
+    why = (
+        f"LightX2V's {service.__name__} hands over by code of its own, which moonrelay does not reach; take connector "
+        "out of its disagg_config, or run the roles as lightx2v.server or lightx2v.infer"
+    )
+    for name in ("__init__", "run"):
+        own = vars(service).get(name)
+        if own is not None and not getattr(own, _GUARDED, False):
+            setattr(service, name, _refusing(own, why))
 
 
 def _without_mixin(runner: type, config: Mapping[str, Any]) -> str:
@@ -352,6 +402,12 @@ class Lightx2vAdapter:
         from moonrelay_lightx2v import activity
 
         yield from activity.examine()
+
+    def host_bench(self) -> type[HostBench]:
+        """Return what ``moonrelay bench host lightx2v`` measures; see `moonrelay_lightx2v.bench`."""
+        from moonrelay_lightx2v.bench import Lightx2vBench
+
+        return Lightx2vBench
 
     def conformance_target(self) -> AdapterTarget:
         """Return what the conformance suite tests; see `moonrelay_lightx2v.conformance`."""

@@ -687,6 +687,10 @@ TREE: Mapping[str, str] = {
     "lightx2v/utils/input_info.py": "from lightx2v_double import init_empty_input_info, update_input_info_from_dict\n",
     "lightx2v/disagg/__init__.py": "",
     "lightx2v/disagg/disagg_mixin.py": _MIXIN,
+    "lightx2v/disagg/services/__init__.py": "",
+    "lightx2v/disagg/services/base.py": (
+        "from abc import ABC\nclass BaseService(ABC):\n    def __init__(self):\n        super().__init__()\n"
+    ),
     "lightx2v/models/__init__.py": "",
     "lightx2v/models/runners/__init__.py": "",
     "lightx2v/models/runners/base_runner.py": "import lightx2v_double\nBaseRunner = lightx2v_double.base_runner()\n",

@@ -30,6 +30,7 @@ from moonrelay_lightx2v import config as settings
 from moonrelay_lightx2v import mixin, plugin
 
 MIXIN_FILE = "lightx2v/disagg/disagg_mixin.py"
+SERVICE_FILE = "lightx2v/disagg/services/base.py"
 RUNNER_FILE = "lightx2v/models/runners/base_runner.py"
 WAN = "lightx2v.models.runners.wan.wan_runner"
 MOVED_BASE = "import lightx2v_double\nDefaultRunner = lightx2v_double.default_runner(lightx2v_double.base_runner())"
@@ -58,7 +59,9 @@ def runner(role: str | None = "encoder", connector: str | None = "moonrelay", **
 
 
 def planted() -> list[Any]:
-    return [finder for finder in sys.meta_path if isinstance(finder, plugin.PostImport)]
+    """Return the finders of ours that wait for more than the host's services, which few processes have."""
+    ours = [finder for finder in sys.meta_path if isinstance(finder, plugin.PostImport)]
+    return [finder for finder in ours if finder.waiting != {plugin.SERVICE_MODULE}]
 
 
 # -- taking its place -------------------------------------------------------------------------------------------------
@@ -117,6 +120,8 @@ def test_the_finder_is_there_once_and_goes_when_it_is_done(host: Host) -> None:
         before = list(sys.meta_path)
         there("lightx2v")
         assert planted() == []
+        assert sys.meta_path == before
+        there(plugin.SERVICE_MODULE)
         assert sys.meta_path == before[1:]
         found = there().DisaggMixin
         plugin.register()
@@ -366,6 +371,72 @@ def test_a_runner_without_the_mixin_is_refused(host: Host) -> None:
         assert base.__init__ is init
 
 
+# -- the host's other way to disaggregate ------------------------------------------------------------------------------
+
+SERVICES = """
+from lightx2v.disagg.services.base import BaseService
+
+class EncoderService(BaseService):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def run(self, stop_event=None):
+        return "encoding"
+
+class ControllerService(BaseService):
+    def __init__(self):
+        super().__init__()
+
+    def run(self, config):
+        return "controlling"
+"""
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_services_refuse_a_config_that_names_us(host: Host, late: bool) -> None:
+    """They hand over by code of their own: silently the host's, if nobody looked."""
+    ours = {"disagg_mode": "encoder", "disagg_config": {"connector": "moonrelay", "bootstrap_addr": "127.0.0.1"}}
+    other = {"disagg_mode": "encoder", "disagg_config": {"bootstrap_addr": "127.0.0.1"}}
+    with host(plugins=() if late else (plugin.register,), changes={"lightx2v/disagg/services/roles.py": SERVICES}):
+        there("lightx2v" if not late else "lightx2v_platform.set_ai_device")
+        if late:
+            there("lightx2v.disagg.services.roles")
+            plugin.register()
+            plugin.register()
+        roles = there("lightx2v.disagg.services.roles")
+        for refused in (
+            lambda: roles.EncoderService(ours),
+            lambda: roles.EncoderService(config=ours),
+            lambda: roles.ControllerService().run(ours),
+            lambda: type("Sub", (roles.EncoderService,), {})(ours),
+        ):
+            with pytest.raises(PluginError, match=r"Service hands over by code of its own.*lightx2v\.server"):
+                refused()
+        assert roles.EncoderService(other).config is other
+        assert roles.EncoderService(other).run() == "encoding"
+        assert roles.ControllerService().run(other) == "controlling"
+
+
+def test_the_hosts_own_look_at_services_stays(host: Host) -> None:
+    looks = "def __init_subclass__(cls, **given):\n        BaseService.made.append((cls.__name__, given))"
+    text = f"{lightx2v_double.TREE[SERVICE_FILE]}\n    made = []\n    {looks}\n"
+    with host(changes={SERVICE_FILE: text}):
+        there("lightx2v")
+        base = there(plugin.SERVICE_MODULE).BaseService
+        made = types.new_class("One", (base,), {"by": 1}, lambda body: body.update(run=lambda self, config: "ran"))
+        assert base.made == [("One", {"by": 1})]
+        with pytest.raises(PluginError, match="LightX2V's One"):
+            made().run({"disagg_config": {"connector": "moonrelay"}})
+
+
+def test_services_without_their_base_are_said(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    with host(changes={SERVICE_FILE: "Renamed = object"}), caplog.at_level(logging.ERROR):
+        there("lightx2v")
+        there(plugin.SERVICE_MODULE)
+        assert "no BaseService" in caplog.text
+
+
 # -- where we are broken ----------------------------------------------------------------------------------------------
 
 
@@ -529,6 +600,7 @@ ASK = """
 import inspect, json, sys
 import lightx2v
 from lightx2v.disagg.disagg_mixin import DisaggMixin
+from lightx2v.disagg.services.base import BaseService
 from lightx2v.models.runners.base_runner import BaseRunner
 from lightx2v.models.runners.default_runner import DefaultRunner
 from lightx2v.models.runners.qwen_image.qwen_image_runner import QwenImageRunner
@@ -558,6 +630,7 @@ print(json.dumps({
                     or getattr(WanRunner.run_pipeline.__wrapped__, "_gc_freeze_wrapped", False)),
     "requests": {task: sorted(init_empty_input_info(task).__dataclass_fields__) for task in sys.argv[1].split(",")},
     "sections": [config.locked, config.section.locked, config.section.a],
+    "services": [BaseService.__name__, parameters(BaseService.__init__), BaseService.__init_subclass__.__module__],
     "files": [inspect.getsourcefile(one) for one in (WanRunner, QwenImageRunner)],
 }))
 """
@@ -594,7 +667,7 @@ def test_the_double_is_as_the_host(environment: dict[str, str], tmp_path: Path) 
     ours, hosts = answer(environment, folder), answer(environment)
     assert hosts["active"], hosts["why"]
     assert hosts["different"] == []
-    for about in ("methods", "bases", "runner", "wrapped", "sections"):
+    for about in ("methods", "bases", "runner", "wrapped", "sections", "services"):
         assert ours[about] == hosts[about]
     for task, fields in ours["requests"].items():
         assert set(fields) <= set(hosts["requests"][task])
