@@ -246,6 +246,7 @@ def lightx2v_environment(session: nox.Session, python: str, scratch: Path) -> di
         archive.extractall(unpacked)
     tests = away / "adapters" / "lightx2v" / "tests"
     shutil.copytree(ROOT / "adapters/lightx2v/tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests/support", away / "tests" / "support", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", away)
     own = os.environ.get("PYTHONPATH")  # noqa: TID251 - as above
     searched = [str(unpacked), *([own] if own else [])]

@@ -14,8 +14,8 @@ import typer
 
 from moonrelay.cli.bench import host
 from moonrelay.cli.bench.host_lanes import choose, host_bench
-from moonrelay.cli.bench.host_payload import check_size
-from moonrelay.cli.bench.samples import parse_sizes, say_size
+from moonrelay.cli.bench.host_payload import sizes_of
+from moonrelay.cli.bench.samples import say_size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,7 +28,14 @@ _WIDTH: Final = 170
 
 def against_host(
     name: Annotated[str, typer.Argument(help="An adapter's name, e.g. vllm-omni.")],
-    sizes: Annotated[str, typer.Option(help="Tensor bytes of the payloads.")] = "64KiB,1MiB,64MiB,512MiB",
+    sizes: Annotated[
+        str,
+        typer.Option(
+            help="Tensor bytes of the payloads, or their names where the host has its own; by default "
+            "64KiB,1MiB,64MiB,512MiB, or all of those.",
+            show_default=False,
+        ),
+    ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each lane.")] = 5,
     lanes: Annotated[str, typer.Option(help="Names of lanes; all by default.", show_default=False)] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -38,9 +45,7 @@ def against_host(
 
     bench = host_bench(name)
     chosen = choose(bench().lanes(), lanes)
-    nbytes = parse_sizes(sizes)
-    for size in nbytes:
-        check_size(size)
+    nbytes = sizes_of(sizes, bench.payloads)
     facts = {**host.describe(), "against": bench.host, "rounds": rounds}
     with tempfile.TemporaryDirectory(prefix="moonrelay-bench-") as folder:
         report = measure(bench, chosen, nbytes, rounds, Path(folder), _say)
@@ -98,6 +103,7 @@ def _figures_table(report: Report) -> Table:
         "quartiles",
         "usable",
         "first sum",
+        "processor",
         "copy_",
         "sum / copy_",
         "n",
@@ -106,7 +112,7 @@ def _figures_table(report: Report) -> Table:
     for row in report.rows:
         low, high = row.sum_quartiles_s
         table.add_row(
-            say_size(row.size_bytes),
+            row.payload or say_size(row.size_bytes),
             row.lane,
             _ms(row.put_s),
             _ms(row.get_s),
@@ -128,6 +134,7 @@ def _factors_table(report: Report) -> Table:
     ours = {one.lane for one in report.lanes if one.ours}
     theirs = [one.lane for one in report.lanes if not one.ours]
     sums = {(row.lane, row.size_bytes): (row.sum_s, row.cpu_s) for row in report.rows}
+    names = {row.size_bytes: row.payload or say_size(row.size_bytes) for row in report.rows}
     table = Table(
         title="How many times faster than the host's own: put + get (in brackets: processor time), of medians"
     )
@@ -137,7 +144,7 @@ def _factors_table(report: Report) -> Table:
         if lane in ours:
             others = [sums.get((other, nbytes)) for other in theirs]
             factors = ["-" if one is None else f"{one[0] / sum_s:.1f} ({one[1] / cpu_s:.1f})" for one in others]
-            table.add_row(say_size(nbytes), lane, *factors)
+            table.add_row(names[nbytes], lane, *factors)
     return table
 
 

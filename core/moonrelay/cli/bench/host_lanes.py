@@ -40,6 +40,23 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostPayload:
+    """A payload of the host's own, in the shapes that its stages exchange.
+
+    Attributes:
+        name: Short; as ``--sizes`` takes it.
+        nbytes: Bytes of all its tensors.
+        tensors: Field to dtype, by torch's name, and shape.
+        values: Plain values beside them.
+    """
+
+    name: str
+    nbytes: int
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """What both ends of a lane are told.
 
@@ -94,6 +111,8 @@ class HostBench(ABC):
 
     #: The host's name and version, for the report.
     host: str = ""
+    #: What is measured, where the host carries nothing but its own shapes; empty for dicts of any size.
+    payloads: tuple[HostPayload, ...] = ()
 
     @abstractmethod
     def lanes(self) -> tuple[Lane, ...]:

@@ -235,7 +235,7 @@ class Worker:
         self._side = side
         self._room = room
         self._clock = clock
-        self._payloads = Payloads(room.largest)
+        self._payloads = Payloads(room.largest, bench.payloads)
         self._scratch: torch.Tensor | None = None
         self._end: End | None = None
 

@@ -20,7 +20,7 @@ import msgspec
 
 from moonrelay.cli.bench.host_lanes import HostBench, Lane, Room
 from moonrelay.cli.bench.host_pair import Copy, Discard, Get, LaneFailed, Pair, Put
-from moonrelay.cli.bench.host_payload import SMALLEST
+from moonrelay.cli.bench.host_payload import smallest_of
 from moonrelay.cli.bench.samples import median_s
 from moonrelay.errors import MoonrelayError
 
@@ -46,6 +46,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         ratio_to_copy: ``sum_s`` in copies.
         sum_quartiles_s: Quartiles of ``sum_s``: what the noise of the machine makes of it.
         passes: How many were counted.
+        payload: Its name, where it is one of the host's own.
     """
 
     lane: str
@@ -61,6 +62,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ratio_to_copy: float
     sum_quartiles_s: tuple[float, float]
     passes: int
+    payload: str = ""
 
 
 class LaneReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +151,8 @@ def measure(
                 _take_turns(runs, known, sizes, rounds, tell)
             except KeyboardInterrupt:
                 tell("stopped; these are the figures so far")
-    rows = [row for nbytes in sizes for one in known.values() for row in _rows(one, nbytes)]
+    names = {one.nbytes: one.name for one in bench.payloads}
+    rows = [row for nbytes in sizes for one in known.values() for row in _rows(one, nbytes, names.get(nbytes, ""))]
     return Report(lanes=tuple(_report(one) for one in known.values()), rows=tuple(rows))
 
 
@@ -189,7 +192,7 @@ class _Runs:
         """Say whether a lane runs without the bench's fix."""
         try:
             self._open().open(lane.name, fixed=False)
-            self._pass(SMALLEST)
+            self._pass(smallest_of(self._bench.payloads))
         except MoonrelayError as exc:
             self._recover(exc)
             return exc.message
@@ -258,7 +261,7 @@ def turn_passes(nbytes: int) -> int:
     return max(1, min(_MOST, _TURN_BYTES // nbytes))
 
 
-def _rows(one: _Known, nbytes: int) -> list[Row]:
+def _rows(one: _Known, nbytes: int, payload: str) -> list[Row]:
     passes = one.passes.get(nbytes)
     if not passes:
         return []
@@ -269,6 +272,7 @@ def _rows(one: _Known, nbytes: int) -> list[Row]:
         Row(
             lane=one.lane.name,
             size_bytes=nbytes,
+            payload=payload,
             put_s=median_s([each.put_s for each in passes]),
             get_s=median_s([each.get_s for each in passes]),
             sum_s=median_s(sums),
