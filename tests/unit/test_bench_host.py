@@ -10,9 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from moonrelay.cli.bench import command, host_rounds
-from moonrelay.cli.bench.host_lanes import CONSUMER, PRODUCER, HostBench, Lane, Room, choose, host_bench
+from moonrelay.cli.bench.host_lanes import CONSUMER, PRODUCER, HostBench, HostPayload, Lane, Room, choose, host_bench
 from moonrelay.cli.bench.host_pair import Close, Copy, Discard, Get, LaneFailed, Open, Put, Worker
-from moonrelay.cli.bench.host_payload import SMALLEST, Payloads, check_size
+from moonrelay.cli.bench.host_payload import SMALLEST, Payloads, check_size, sizes_of, smallest_of
 from moonrelay.cli.bench.host_rounds import LaneReport, Report, Row, measure, turn_passes
 from moonrelay.clock import SystemClock
 from moonrelay.errors import ConfigError, IntegrityError, PluginError
@@ -322,3 +322,58 @@ def test_wrong_arguments_are_refused_before_anything_starts(reported):
         assert isinstance(result.exception, ConfigError)
         assert text in str(result.exception)
     assert not reported
+
+
+# -- payloads of a host's own -----------------------------------------------------------------------------------------
+
+OWN = (
+    HostPayload(name="big", nbytes=4096, tensors={"a": ("bfloat16", (2, 512)), "b": ("float32", (512,))}, values={}),
+    HostPayload(
+        name="small",
+        nbytes=1024,
+        tensors={"a": ("bfloat16", (2, 128)), "b": ("float32", (128,))},
+        values={"shape": "2 x 128"},
+    ),
+)
+
+
+class OwnBench(FileBench):
+    payloads = OWN
+
+
+def test_a_payload_of_a_hosts_own_has_its_shapes_and_every_byte_counts():
+    payloads = Payloads(4096, OWN)
+    made = payloads.make(1024, 5)
+    assert {name: (value.dtype, tuple(value.shape)) for name, value in made.items() if name != "shape"} == {
+        "a": (torch.bfloat16, (2, 128)),
+        "b": (torch.float32, (128,)),
+    }
+    assert made["shape"] == "2 x 128"
+    payloads.check(made, 1024, 5)
+    changed = {**made, "b": made["b"].clone()}
+    changed["b"].view(torch.uint8)[-1] ^= 1
+    with pytest.raises(IntegrityError, match="b differs"):
+        payloads.check(changed, 1024, 5)
+    with pytest.raises(IntegrityError, match="shape differs"):
+        payloads.check({**made, "shape": "128 x 2"}, 1024, 5)
+    kept = {name: value.clone() if name != "shape" else value for name, value in made.items()}
+    with pytest.raises(IntegrityError, match="differs"):
+        payloads.check(kept, 1024, 6)
+
+
+def test_payloads_of_a_hosts_own_are_chosen_by_name():
+    assert sizes_of("", OWN) == (4096, 1024)
+    assert sizes_of("small", OWN) == (1024,)
+    assert smallest_of(OWN) == 1024
+    assert smallest_of(()) == SMALLEST
+    with pytest.raises(ConfigError, match="use some of big, small"):
+        sizes_of("1KiB", OWN)
+
+
+def test_a_hosts_own_payloads_go_through_its_lanes_and_are_named_in_the_figures(tmp_path):
+    lanes = tuple(lane for lane in LANES if lane.name in ("mended", "ours"))
+    report = measure(OwnBench, lanes, (4096, 1024), 1, tmp_path)
+    assert {(row.lane, row.payload, row.size_bytes) for row in report.rows} == {
+        (lane, one.name, one.nbytes) for lane in ("mended", "ours") for one in OWN
+    }
+    assert not any(one.error for one in report.lanes)

@@ -230,7 +230,7 @@ class Receiver:
                 taken.ended = exc
                 taken.came.put(exc)
 
-        self._thread = threading.Thread(target=run, name="conformance-role", daemon=True)
+        self._thread = threading.Thread(target=run, name="moonrelay-conformance-role", daemon=True)
         self._thread.start()
         try:
             came = taken.came.get(timeout=timeout_s + _BEYOND_S)
