@@ -19,11 +19,11 @@ from moonrelay.cli.bench.samples import (
     parse_sizes,
     ratio,
     rounds,
-    say_size,
     spread,
     take_turns,
 )
 from moonrelay.cli.bench.sides import read_stamp, write_stamp
+from moonrelay.cli.sizes import say_size
 from moonrelay.clock import Clock, ManualClock
 from moonrelay.errors import ConfigError
 

@@ -15,12 +15,14 @@ import signal
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
 
 import typer
 
+from moonrelay.cli.embeddings import DEFAULT, cache_bytes, give_cache
 from moonrelay.cli.hold import HoldingProgram
 from moonrelay.cli.lifeline import Lifeline
 from moonrelay.clock import Clock, SystemClock
@@ -135,6 +137,14 @@ def worker(
     checkpoint_ttl_s: Annotated[
         float, typer.Option(help="A checkpoint that nobody removed goes after these seconds.")
     ] = 3600.0,
+    embedding_cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Bound of the cache of embeddings, in memory and in the store, e.g. 2GiB, or off; "
+            "or MOONRELAY_EMBEDDING_CACHE.",
+            show_default=DEFAULT,
+        ),
+    ] = None,
     grace_s: Annotated[
         float, typer.Option(min=0, help="After SIGTERM, how long the job under way may take before it is given back.")
     ] = 30.0,
@@ -168,6 +178,7 @@ def worker(
     if not queue_url:
         message = "no queue: give --queue, e.g. sqlite:////run/moonrelay.db, or set MOONRELAY_QUEUE_URL"
         raise ConfigError(message, field="queue")
+    bound = cache_bytes(embedding_cache)
     host = load_adapter(adapter)
     with ExitStack() as stack:
         # A second of collecting what a framework's import made, at the very end, frees nothing that the exit does not.
@@ -213,6 +224,7 @@ def worker(
             file_format=file_format,
             **_checkpointing(host, adapter, keeper),
         )
+        cache = give_cache(program, connector, bound, stack)
         if hold_at is not None:
             program = HoldingProgram(
                 program, hold_at, lambda: shutdown.asked or (lifeline is not None and lifeline.go_on.is_set())
@@ -239,6 +251,7 @@ def worker(
         )
         with shutdown.of(loop):
             loop.run()
+        cached = {} if cache is None else {"embedding_cache": asdict(cache.counters())}
     counts = loop.counts
     left = {} if keeper is None else {"left": counts.left}
     _say(
@@ -249,6 +262,7 @@ def worker(
         lost=counts.lost,
         rewound=counts.rewound,
         **left,
+        **cached,
     )
 
 

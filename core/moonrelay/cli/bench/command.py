@@ -11,7 +11,8 @@ import typer
 
 from moonrelay.cli.bench import host
 from moonrelay.cli.bench.host_command import against_host
-from moonrelay.cli.bench.samples import parse_sizes, say_size
+from moonrelay.cli.bench.samples import parse_sizes
+from moonrelay.cli.sizes import say_size
 from moonrelay.clock import Clock, SystemClock
 from moonrelay.config import require_one_of
 

@@ -15,7 +15,7 @@ import typer
 from moonrelay.cli.bench import host
 from moonrelay.cli.bench.host_lanes import choose, host_bench
 from moonrelay.cli.bench.host_payload import sizes_of
-from moonrelay.cli.bench.samples import say_size
+from moonrelay.cli.sizes import say_size
 
 if TYPE_CHECKING:
     from rich.table import Table

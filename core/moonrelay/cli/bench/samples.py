@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import random
-import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from moonrelay.cli.sizes import parse_size
 from moonrelay.clock import Clock
-from moonrelay.errors import ConfigError
-
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-_SIZE = re.compile(r"(\d+)\s*([a-zA-Z]*)")
 
 #: Rounds that are not counted: connections, page tables and caches get warm.
 WARM_UP = 2
@@ -25,24 +21,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     Raises:
         ConfigError: Something else; the message names it.
     """
-    return tuple(_parse_size(part.strip()) for part in text.split(","))
-
-
-def _parse_size(text: str) -> int:
-    match = _SIZE.fullmatch(text)
-    factor = _UNITS.get(match[2].lower()) if match is not None else None
-    if match is None or factor is None or int(match[1]) < 1:
-        message = f"sizes: {text!r} is no size; write bytes, or KiB, MiB, GiB, e.g. 64KiB"
-        raise ConfigError(message, field="sizes")
-    return int(match[1]) * factor
-
-
-def say_size(nbytes: int) -> str:
-    """Return a size as people write it."""
-    for name, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= factor and nbytes % factor == 0:
-            return f"{nbytes // factor} {name}"
-    return f"{nbytes} B"
+    return tuple(parse_size(part.strip(), "sizes") for part in text.split(","))
 
 
 def rounds(count: int | None, budget_s: float, clock: Clock) -> Iterator[int]:
