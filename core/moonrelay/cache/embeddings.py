@@ -150,9 +150,6 @@ class EmbeddingCache:
         if store_bytes is not None and (type(store_bytes) is not int or store_bytes < 0):
             message = f"store_bytes={store_bytes!r} must be a number of bytes, 0 or more"
             raise ConfigError(message, field="store_bytes")
-        if type(namespace) is not str or not _NAMESPACE.fullmatch(namespace):
-            message = f"namespace={namespace!r} must be a word of at most 40 letters, digits, '.', '_' and '-'"
-            raise ConfigError(message, field="namespace")
         self._conn = conn
         self._clock = conn.clock
         self._memory = MemoryTier(capacity_bytes, on_evicted=self._memory_evicted)
@@ -161,8 +158,7 @@ class EmbeddingCache:
         self._wait_s = wait_s
         self._retry_s = retry_s
         self._dead_after_s = dead_after_s
-        # The entry's version is in the keys, so that two versions side by side do not drop each other's entries.
-        self._prefix = check_prefix(f"{conn.settings.store.namespace}/{namespace}.{VERSION}")
+        self._prefix = shared_prefix(conn.settings.store.namespace, namespace)
         self._tally = Tally()
         self._lock = threading.Lock()
         self._opening = threading.Lock()
@@ -567,6 +563,19 @@ class EmbeddingCache:
                 extra={**(ask.label if ask else {}), **(extra or {})},
             )
         )
+
+
+def shared_prefix(store_namespace: str, namespace: str) -> str:
+    """Return under which prefix a cache's entries stand in a relay.
+
+    Raises:
+        ConfigError: ``namespace`` is no word of at most 40 characters, or both together are too long.
+    """
+    if type(namespace) is not str or not _NAMESPACE.fullmatch(namespace):
+        message = f"namespace={namespace!r} must be a word of at most 40 letters, digits, '.', '_' and '-'"
+        raise ConfigError(message, field="namespace")
+    # The entry's version is in the keys, so that two versions side by side do not drop each other's entries.
+    return check_prefix(f"{store_namespace}/{namespace}.{VERSION}")
 
 
 def _placed(tree: object, device: str | torch.device | None) -> object:

@@ -65,6 +65,11 @@ COMMANDS: Final = (
     LazyCommand(name="worker", target="moonrelay.cli.worker:worker", help="Run one worker of a stage."),
     LazyCommand(name="bench", target="moonrelay.cli.bench:bench", help="Measure the connector on this machine."),
     LazyCommand(
+        name="cache",
+        target="moonrelay.cli.cache:cache",
+        help="Show what the shared caches hold in the store, or clear them: stats, ls, clear.",
+    ),
+    LazyCommand(
         name="adapters",
         target="moonrelay.cli.adapters:adapters",
         help="List adapters, engines, relays, queues, policies, observers and brought commands, and whether they load.",
