@@ -230,7 +230,8 @@ class MooncakeEngine(TransferEngine):
             host = self._config.hostname
             code = engine.initialize(host, "P2PHANDSHAKE", self._config.protocol, self._config.nics)
             if code != 0:
-                raise translate("initialize", code, hostname=host, protocol=self._config.protocol)
+                nics = {"nics": self._config.nics} if self._config.nics else {}
+                raise translate("initialize", code, hostname=host, protocol=self._config.protocol, **nics)
             port = engine.get_rpc_port()
             self._native = _Native(engine, self._memory)
             self._alive = weakref.ref(engine)
