@@ -26,8 +26,10 @@ _own = importlib.metadata.entry_points
 
 
 def entry_points(**wanted):
-    found = [one for one in _own(**wanted) if not one.value.startswith("moonrelay_lightx2v")]
-    return importlib.metadata.EntryPoints(found)
+    found = _own(**wanted)
+    if wanted.get("group") != "lightx2v.platform_plugins":
+        return found
+    return importlib.metadata.EntryPoints(one for one in found if not one.value.startswith("moonrelay_lightx2v"))
 
 
 importlib.metadata.entry_points = entry_points
