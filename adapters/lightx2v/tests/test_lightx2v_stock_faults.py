@@ -2,7 +2,7 @@
 
 Each test asserts what is known of it, which is not what is right: should a version of the host mend one, that test
 fails, and goes together with its text in ``docs/upstream/lightx2v``. The same scenarios with our connector are in
-``test_lightx2v_host_faults.py``.
+``test_lightx2v_host_servers.py``.
 """
 
 from __future__ import annotations
