@@ -251,7 +251,7 @@ def test_different_requests_are_never_mixed(links: Links) -> None:
 
 
 def test_two_identical_requests_get_one_payload_each(links: Links) -> None:
-    encoder = links.start(ENCODER)
+    encoder = links.start(ENCODER, control=ControlConfig(claim_ttl_s=60.0, retry_s=0.2))
     first = links.start(TRANSFORMER, dials=encoder, sends=False)
     second = links.start(TRANSFORMER, dials=encoder, sends=False)
     taken = [links.later(take, link, (f"task:{n}", "same:x")) for n, link in enumerate((first, second))]
@@ -263,7 +263,7 @@ def test_two_identical_requests_get_one_payload_each(links: Links) -> None:
 
 def test_the_second_of_two_identical_requests_waits_for_its_payload(links: Links) -> None:
     """While the first one's is at work it is no answer: it will be consumed."""
-    encoder = links.start(ENCODER)
+    encoder = links.start(ENCODER, control=ControlConfig(claim_ttl_s=60.0, retry_s=0.2))
     first = links.start(TRANSFORMER, dials=encoder, sends=False)
     second = links.start(TRANSFORMER, dials=encoder, sends=False)
     send(encoder, ("task:e1", "same:x"), 1.0)
@@ -278,7 +278,7 @@ def test_the_second_of_two_identical_requests_waits_for_its_payload(links: Links
 
 def test_who_came_too_late_keeps_nothing_alive(links: Links) -> None:
     """An error that is caught on the way is garbage at once: its frames would hold what the request got later."""
-    encoder = links.start(ENCODER)
+    encoder = links.start(ENCODER, control=ControlConfig(claim_ttl_s=60.0, retry_s=0.2))
     first = links.start(TRANSFORMER, dials=encoder, sends=False)
     second = links.start(TRANSFORMER, dials=encoder, sends=False)
     send(encoder, ("task:e1", "same:x"), 1.0)
