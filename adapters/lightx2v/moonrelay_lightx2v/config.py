@@ -18,6 +18,7 @@ import msgspec
 
 from moonrelay import config
 from moonrelay.config import ControlConfig, StoreConfig, TransferConfig
+from moonrelay.connector.caching import CacheChoice
 from moonrelay.connector.settings import INTEGRITY, MODES
 from moonrelay.errors import ConfigError
 
@@ -104,6 +105,8 @@ _OWN: Final[Mapping[str, tuple[type, ...]]] = {
     "integrity": (str,),
     "auth_key": (str,),
     "rendezvous_port": (int,),
+    "embedding_cache": (bool, Mapping),
+    "encoder_revision": (str,),
 }
 KEYS: Final = tuple(sorted({*_OWN, *_TRANSFER, *_STORE, *_CONTROL}))
 _PAIRINGS: Final = ("auto", "id")
@@ -135,6 +138,8 @@ class LinkConfig:
         linger_s: How long a process that ends waits until what it sent was taken, in seconds.
         integrity: ``auto``, ``full`` or ``off``.
         auth_key: Shared secret of the deployment.
+        embedding_cache: For an encoder: a cache of what its text encoder makes; ``None`` for none.
+        encoder_revision: Of the text encoder's weights and tokenizer; where nobody says, their files are read.
     """
 
     role: str
@@ -153,6 +158,8 @@ class LinkConfig:
     linger_s: float = 600.0
     integrity: str = "auto"
     auth_key: str | None = field(default=None, repr=False)
+    embedding_cache: CacheChoice | None = None
+    encoder_revision: str | None = None
 
     def __post_init__(self) -> None:
         config.require_positive(
@@ -214,6 +221,7 @@ def parse(given: Mapping[str, Any]) -> LinkConfig:
     usual = {} if config.from_environment("TE_POOL_BYTES") else {"pool_bytes": _STAGING_BYTES}
     transfer: dict[str, Any] = {**usual, **base, **_section(section, _TRANSFER)}
     own = {name: section[name] for name in _OWN if section.get(name) is not None and name != "rendezvous_port"}
+    own["embedding_cache"] = CacheChoice.parse(section.get("embedding_cache"))
     own.setdefault("auth_key", config.from_environment("AUTH_KEY"))  # the host logs its whole JSON: not for secrets
     built = config.build(TransferConfig, transfer, env_prefix="TE")
     store = config.build(StoreConfig, _section(section, _STORE), env_prefix="STORE")
@@ -269,7 +277,7 @@ def _check(section: Mapping[str, Any]) -> None:
         wanted = _OWN.get(name)
         if value is None or wanted is None:
             continue
-        if not isinstance(value, wanted) or isinstance(value, bool):
+        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
             said = f"{name}, a secret," if name == "auth_key" else f"{name}={value!r}"
             message = f"{said} must be {' or '.join(kind.__name__ for kind in wanted)}"
             raise ConfigError(message, field=name)

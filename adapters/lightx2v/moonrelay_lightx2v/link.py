@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from moonrelay.clock import Clock, Deadline, SystemClock
 from moonrelay.connector import DiffusionConnector
+from moonrelay.connector.caching import ChosenCache
 from moonrelay.errors import (
     Cancelled,
     ClosedError,
@@ -29,11 +30,13 @@ from moonrelay.errors import (
 from moonrelay.handle import StageHandle
 from moonrelay.payload import StagePayload
 from moonrelay_lightx2v import fields, room
+from moonrelay_lightx2v.config import ENCODER
 from moonrelay_lightx2v.pairing import Names, said
 from moonrelay_lightx2v.rendezvous import Caller, Desk
 from moonrelay_lightx2v.rendezvous_wire import is_shared
 
 if TYPE_CHECKING:
+    from moonrelay.cache.embeddings import EmbeddingCache
     from moonrelay.connector.claim import PayloadClaim
     from moonrelay.events import Event
     from moonrelay_lightx2v.config import LinkConfig
@@ -108,6 +111,8 @@ class StageLink:
             observers=[self._on_event],
             clock=self._clock,
         )
+        chosen = config.embedding_cache if config.role == ENCODER else None
+        self._embeddings = None if chosen is None else ChosenCache(chosen, self._connector)
         self._desk: Desk | None = None
         self._caller: Caller | None = None
         if config.listens is not None:
@@ -141,6 +146,11 @@ class StageLink:
     def connector(self) -> DiffusionConnector:
         """The connector that moves the bytes, to look at."""
         return self._connector
+
+    @property
+    def embeddings(self) -> EmbeddingCache | None:
+        """An encoder's cache of what its text encoder makes; ``None`` where none was chosen."""
+        return None if self._embeddings is None else self._embeddings.cache
 
     @property
     def not_consumed(self) -> MoonrelayError | None:
@@ -346,6 +356,8 @@ class StageLink:
             request, self._request = self._request, None
             if request is not None and request.claim is not None:
                 request.claim.nack()
+            if self._embeddings is not None:
+                self._embeddings.close()
             try:
                 self._connector.close()
             finally:

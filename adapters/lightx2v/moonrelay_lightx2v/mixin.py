@@ -19,6 +19,7 @@ from typing import Any, Final
 from moonrelay.errors import ConfigError
 from moonrelay_lightx2v import config as settings
 from moonrelay_lightx2v import fields, given_up, pairing
+from moonrelay_lightx2v.embeddings import TextSeam
 from moonrelay_lightx2v.link import StageLink
 from moonrelay_lightx2v.ranks import RankedLink, world_size
 
@@ -55,6 +56,7 @@ class RunnerEnd:
         depth: How deep the runner is in ``run_pipeline``: one that calls its parent's is one request.
         prompt: A digest of the prompt of the request that it works on, where that has one.
         rooms: What ``disagg_config`` says of rooms and ranks, before any request overwrites it.
+        texts: Puts a cache before the runner's text encoder; ``None`` where none was chosen.
     """
 
     link: Link
@@ -62,6 +64,7 @@ class RunnerEnd:
     request: dict[str, Any] | None = None
     depth: int = 0
     prompt: str | None = None
+    texts: TextSeam | None = None
 
 
 def dispatching(native: type, *, device: Callable[[], Any] | None = None) -> type:
@@ -84,6 +87,9 @@ def dispatching(native: type, *, device: Callable[[], Any] | None = None) -> typ
             run = cls.__dict__.get("run_pipeline")
             if run is not None and not getattr(run, _WRAPPED, False):
                 cls.run_pipeline = _bracketed(run)
+            load = cls.__dict__.get("load_text_encoder")
+            if load is not None and not getattr(load, _WRAPPED, False):
+                cls.load_text_encoder = _remembering(load, cls)
 
         def init_disagg(self, config: Any) -> None:
             chosen = settings.is_chosen(config)
@@ -179,7 +185,7 @@ def _init(runner: Any, config: Mapping[str, Any]) -> None:
     link.start()
     section = config.get("disagg_config", {})
     rooms = {name: section.get(name) for name in _OVERRIDDEN}
-    setattr(runner, ATTRIBUTE, RunnerEnd(link, rooms))
+    setattr(runner, ATTRIBUTE, RunnerEnd(link, rooms, texts=_texts_of(link)))
     # What runners and their parents read of the native code.
     runner._disagg_mode = parsed.role
     runner._disagg_cfg = section
@@ -197,6 +203,15 @@ def _init(runner: Any, config: Mapping[str, Any]) -> None:
     where = f", offers {parsed.sends} at {_address(link.address)}" if link.address is not None else ""
     dials = f", takes {parsed.receives} from {', '.join(map(_address, parsed.dials))}" if parsed.dials else ""
     logger.info("[moonrelay] disagg_mode=%s: %s%s%s", parsed.role, link, where, dials)
+
+
+def _texts_of(link: Link) -> TextSeam | None:
+    """Return what puts an encoder's cache before its text encoder."""
+    if isinstance(link, RankedLink):
+        if link.config.embedding_cache is not None and link.config.role == settings.ENCODER:
+            logger.warning("[moonrelay] no embedding cache for a role of several ranks: they must encode in step")
+        return None
+    return None if link.embeddings is None else TextSeam(link.embeddings, link.config.encoder_revision)
 
 
 def _retire(link: Link) -> None:
@@ -234,6 +249,22 @@ def _bracketed(run: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(run_pipeline, _WRAPPED, True)
     return run_pipeline
+
+
+def _remembering(load: Callable[..., Any], owner: type) -> Callable[..., Any]:
+    """Return ``load_text_encoder`` with the role's cache before what it gives, where one was chosen."""
+
+    @functools.wraps(load)
+    def load_text_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
+        end = _end_of(self)
+        if end is None or end.texts is None:
+            return load(self, *args, **kwargs)
+        # Not under another class's method, which may change what it is given.
+        outermost = type(self).load_text_encoder is load_text_encoder
+        return end.texts.load(owner if outermost else type(self), self.config, lambda: load(self, *args, **kwargs))
+
+    setattr(load_text_encoder, _WRAPPED, True)
+    return load_text_encoder
 
 
 def _check_prompt(end: RunnerEnd, metadata: Mapping[str, object]) -> None:

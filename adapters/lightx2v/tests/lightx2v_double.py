@@ -162,7 +162,15 @@ def _noise(word: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
 
 
 class TextEncoder:
-    def infer(self, prompts: list[str]) -> list[torch.Tensor]:
+    """Where its files are is in attributes, as the host's T5 has it; ``asked`` holds all texts since it was made."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.checkpoint_path = config.get("t5_original_ckpt")
+        self.tokenizer_path = config.get("t5_tokenizer_path")
+        self.asked: list[str] = []
+
+    def infer(self, prompts: list[str], images: list[str] | None = None) -> list[torch.Tensor]:
+        self.asked += prompts
         words = [prompt.split() or [""] for prompt in prompts]
         return [torch.cat([_noise(word, 1, TEXT_DIM, dtype=DTYPE) for word in line]) for line in words]
 
@@ -356,7 +364,10 @@ def default_runner(base: type) -> type[Any]:
         def init_modules(self) -> None:
             role = self.config.get("disagg_mode")
             two_stages = self.config.get("disagg_config", {}).get("decoder_engine_rank") is None
-            self.text_encoders = [TextEncoder()] if role in (None, "encoder") else None
+            #: Every text encoder that was loaded.
+            self.loaded: list[TextEncoder] = []
+            lazy = self.config.get("lazy_load", False)
+            self.text_encoders = self.load_text_encoder() if role in (None, "encoder") and not lazy else None
             self.model = Dit() if role in (None, "transformer") else None
             self.vae_decoder = (
                 VaeDecoder() if role in (None, "decode") or (role == "transformer" and two_stages) else None
@@ -416,13 +427,21 @@ def runners(mixin: type, default: type | None = None) -> tuple[type[Any], type[A
                 }
             return {"text_encoder_output": self.run_text_encoder(request), "image_encoder_output": image}
 
+        def load_text_encoder(self) -> list[TextEncoder]:
+            self.loaded.append(TextEncoder(self.config))
+            return self.loaded[-1:]
+
         def run_text_encoder(self, request: Any) -> dict[str, Any]:
             self._may_fail("text_encoder")
+            if self.config.get("lazy_load", False):
+                self.text_encoders = self.load_text_encoder()
             contexts = []
             for text in (request.prompt, request.negative_prompt):
                 (rows,) = self.text_encoders[0].infer([text])
                 room = rows.new_zeros(self.config["text_len"] - rows.size(0), rows.size(1))
                 contexts.append(torch.stack([torch.cat([rows, room])]))
+            if self.config.get("lazy_load", False):
+                del self.text_encoders[0]
             return {"context": contexts[0], "context_null": contexts[1] if self.config.get("enable_cfg") else None}
 
         def init_run(self) -> None:
@@ -482,11 +501,16 @@ def runners(mixin: type, default: type | None = None) -> tuple[type[Any], type[A
             super().set_config(config_modify)
             self.apply_disagg_request_overrides(config_modify)
 
+        def load_text_encoder(self) -> list[TextEncoder]:
+            self.loaded.append(TextEncoder(self.config))
+            return self.loaded[-1:]
+
         def run_input_encoder(self) -> dict[str, Any]:
             self._may_fail("text_encoder")
             request = self.input_info
             texts = [request.prompt, request.negative_prompt] if self.config.get("enable_cfg") else [request.prompt]
-            embeds = [rows.unsqueeze(0) for rows in self.text_encoders[0].infer(texts)]
+            images = [request.image_path.split(",")] if self.config["task"] == "i2i" else []
+            embeds = [self.text_encoders[0].infer([text], *images)[0].unsqueeze(0) for text in texts]
             request.txt_seq_lens = [one.shape[1] for one in embeds]
             text: dict[str, Any] = dict(zip(("prompt_embeds", "negative_prompt_embeds"), embeds, strict=False))
             if self.config["task"] == "t2i":
