@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,7 +13,10 @@ from moonrelay.cli.demo.board import Board, short_name
 from moonrelay.cli.demo.display import LiveDisplay, PlainDisplay, make_display
 from moonrelay.cli.demo.prompts import demo_prompts
 from moonrelay.cli.demo.settings import STAGES
+from moonrelay.cli.demo.submitting import Submitter
 from moonrelay.clock import ManualClock
+from moonrelay.orchestrator.shortcut import KEPT
+from moonrelay.queueing.base import StageQueue
 from moonrelay.queueing.views import QueueEvent
 
 
@@ -85,6 +90,64 @@ def test_a_request_goes_through_its_stages(feed: Feed) -> None:
         ("denoise", 111.0, 112.0, "completed"),
         ("decode", 112.0, 113.0, "completed"),
     ]
+
+
+def test_a_request_that_begins_further_on_has_no_work_before_that(feed: Feed) -> None:
+    row = feed.board.requests["r01"]
+    feed.tell("submitted", 100.0, "denoise", worker="")
+    assert [cell.phase for cell in row.cells.values()] == ["done", "queued", "waiting"]
+    feed.tell("claimed", 101.0, "denoise", worker="denoise-1-1")
+    feed.tell("rewound", 102.0, "denoise", worker="denoise-1-1", note="evicted")
+    assert [cell.phase for cell in row.cells.values()] == ["queued", "waiting", "waiting"]
+
+
+class TestSubmitter:
+    class Cache:
+        """Holds what a test says."""
+
+        def __init__(self) -> None:
+            self.held: set[str] = set()
+
+        def holds(self, keys: Iterable[Any]) -> bool:
+            return {key.digest for key in keys} <= self.held
+
+    def make(self, feed: Feed, names: dict[str, str | None]) -> tuple[Submitter, StageQueue, Cache]:
+        queue = StageQueue.connect("memory://")
+        ahead = {
+            name: {KEPT: {"positive": {"digest": digest, "label": {}}}}
+            for name, digest in names.items()
+            if digest is not None
+        }
+        cache = self.Cache()
+        requests = {name: {"prompt": name} for name in names}
+        return Submitter(queue, STAGES, requests, ahead, cache), queue, cache  # type: ignore[arg-type]
+
+    def at(self, queue: StageQueue) -> dict[str, str]:
+        return {view.request_id: view.stage for view in queue.requests()}
+
+    def test_a_repeated_text_waits_for_the_first_and_goes_past_encode(self, feed: Feed) -> None:
+        made, queue, cache = self.make(feed, {"r01": "aa", "r02": "aa", "r03": "bb", "r04": None})
+        with queue:
+            made.submit_due(feed.board)
+            assert self.at(queue) == {"r01": "encode", "r03": "encode", "r04": "encode"}
+            made.submit_due(feed.board)
+            assert "r02" not in self.at(queue)
+            cache.held = {"aa"}
+            feed.tell("submitted", 100.0, worker="")
+            feed.tell("claimed", 101.0)
+            feed.tell("completed", 102.0)
+            made.submit_due(feed.board)
+            assert self.at(queue)["r02"] == "denoise"
+
+    @pytest.mark.parametrize("end", ["completed", "failed"])
+    def test_nobody_waits_for_ever(self, feed: Feed, end: str) -> None:
+        made, queue, _ = self.make(feed, {"r01": "aa", "r02": "aa"})
+        with queue:
+            made.submit_due(feed.board)
+            feed.tell("claimed", 101.0)
+            feed.tell(end, 102.0)
+            made.submit_due(feed.board)
+            assert self.at(queue)["r02"] == "encode"  # nothing was kept
 
 
 def test_a_killed_workers_span_ends_at_the_kill(feed: Feed) -> None:

@@ -64,6 +64,7 @@ def test_a_result_becomes_a_report() -> None:
             "transfer_s": 0.0,
             "resumed_step": 0,
             "steps_redone": 0,
+            "embeddings": {},
         },
         "denoise": {
             "worker": "denoise-2",
@@ -76,6 +77,7 @@ def test_a_result_becomes_a_report() -> None:
             "transfer_s": 0.25,
             "resumed_step": 5,
             "steps_redone": 2,
+            "embeddings": {},
         },
         "decode": {
             "worker": "decode-1",
@@ -88,9 +90,32 @@ def test_a_result_becomes_a_report() -> None:
             "transfer_s": 0.5,
             "resumed_step": 0,
             "steps_redone": 0,
+            "embeddings": {},
         },
     }
     assert entry["steps_redone"] == 2
+    assert entry["embeddings"] == {"hits": 0, "misses": 0, "past_encode": False}
+
+
+def past_encode() -> RequestReport:
+    made = RequestReport(prompt=demo_prompts(2, 0)[-1], undivided_digest="ab" * 16)
+    kept = {"positive": "kept", "negative": "kept"}
+    stages = [trace("denoise", "d", 14.0, path="cache", embeddings=kept), trace("decode", "e", 17.0, path="p2p")]
+    read_result(made, result(trace=stages), began_s=10.0, names={})  # type: ignore[arg-type]
+    return made
+
+
+def test_hits_and_misses_are_counted_by_request() -> None:
+    first = RequestReport(prompt=demo_prompts(1, 0)[0], undivided_digest="ab" * 16)
+    stages = [trace("encode", "e", 11.0, embeddings={"positive": "encoded", "negative": "store"})]
+    read_result(first, result(trace=stages), began_s=10.0, names={})  # type: ignore[arg-type]
+    assert first.as_dict()["embeddings"] == {"hits": 1, "misses": 1, "past_encode": False}
+    assert past_encode().as_dict()["embeddings"] == {"hits": 2, "misses": 0, "past_encode": True}
+    both = summary(first, past_encode())
+    assert both.as_dict()["embeddings"] == {"hits": 3, "misses": 1}
+    assert both.verdict().endswith(
+        "; hand-overs: 1 by cache, 1 by p2p; embeddings: 3 from the cache, 1 encoded, 1 requests past encode"
+    )
 
 
 @pytest.mark.parametrize("undivided", [None, "cd" * 16])

@@ -154,6 +154,8 @@ class Board:
         cell = row.cells[event.stage]
         if event.kind == "submitted":
             cell.phase = row.state = "queued"
+            for stage in self.stages[: self.stages.index(event.stage)]:
+                row.cells[stage] = StageCell(phase="done", fraction=1.0, worker="kept")
         elif event.kind == "claimed":
             self._claimed(row, cell, event)
         elif event.kind == "progress":

@@ -59,6 +59,9 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first request; each further one has the next.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="Threads of one torch operation, everywhere the same.")] = 1,
     timeout_s: Annotated[float, typer.Option(help="Give up after this many seconds.")] = 900.0,
+    embedding_cache: Annotated[
+        str, typer.Option(help="Bound of the workers' cache of embeddings, as for `moonrelay worker`; or off.")
+    ] = "64MiB",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON; progress goes to stderr.")
     ] = False,
@@ -87,6 +90,7 @@ def demo(
         seed=seed,
         threads=threads,
         timeout_s=timeout_s,
+        embedding_cache=embedding_cache,
     )
     check_installed(settings)
     prepare_environment(settings)

@@ -140,6 +140,7 @@ class WorkerPool:
             "queue-lease-s": LEASE_S,
             "grace-s": 1.0,
             "drain-timeout-s": 2.0,
+            "embedding-cache": settings.embedding_cache,
             "parent-fd": 0,
         }
         if stage == "denoise" and settings.checkpoint_every:

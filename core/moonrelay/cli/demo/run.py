@@ -19,15 +19,18 @@ from moonrelay.cli.demo.children import EXITED, Child, Children, Inbox, Message
 from moonrelay.cli.demo.pool import WorkerPool
 from moonrelay.cli.demo.prompts import demo_prompts
 from moonrelay.cli.demo.settings import LEASE_S, STAGES, DemoSettings
+from moonrelay.cli.demo.submitting import Submitter
 from moonrelay.cli.demo.summary import Kill, RequestReport, Summary, read_result
 from moonrelay.cli.demo.undivided import Order
+from moonrelay.cli.embeddings import cache_bytes
 from moonrelay.cli.hold import HELD
 from moonrelay.clock import Clock, Deadline, SystemClock
 from moonrelay.errors import DeadlineExceeded, MoonrelayError, WireError, from_wire
 from moonrelay.queueing.base import StageQueue
-from moonrelay.queueing.task import StageTask
+from moonrelay.queueing.task import Plain
 
 if TYPE_CHECKING:
+    from moonrelay.cache.embeddings import EmbeddingCache
     from moonrelay.cli.demo.display import Display
     from moonrelay.cli.demo.folders import OutputFolder
     from moonrelay.queueing.views import QueueEvent
@@ -67,7 +70,8 @@ class DemoRun:
         self._reports = {report.prompt.request_id: report for report in self.summary.requests}
         self._since = 0
         self._fetched: set[str] = set()
-        self._payloads: dict[str, dict[str, str | int | float | None]] = {}
+        self._payloads: dict[str, dict[str, Plain]] = {}
+        self._ahead: dict[str, dict[str, Plain]] = {}
         self._model: str | None = None
         self._yardstick_ended = False
         self._headline_shown = ""
@@ -107,9 +111,8 @@ class DemoRun:
             )
             self._show("loading the workers")
             pool.start_all()
-            for name, payload in self._payloads.items():
-                queue.submit(StageTask(request_id=name, stage=STAGES[0], payload={"request": payload}))
-            self._watch(queue, pool)
+            cache = self._open_cache(stack, store_url)
+            self._watch(queue, pool, Submitter(queue, STAGES, self._payloads, self._ahead, cache))
             self._show("ending the processes")
         self.summary.seconds = self._clock.monotonic() - self.board.started_s
         return self.summary
@@ -142,11 +145,10 @@ class DemoRun:
             )
         )
 
-    def _start_store(self, stack: ExitStack) -> str | None:
+    def _start_store(self, stack: ExitStack) -> str:
         settings = self._settings
-        if settings.transfer_mode == "p2p":
-            return None
-        if settings.store == "local":
+        # In p2p it is for the caches only.
+        if settings.store == "local" or settings.transfer_mode == "p2p":
             return f"local://{self._folder.work / 'store'}"
         if settings.store is not None:
             return settings.store
@@ -173,11 +175,24 @@ class DemoRun:
             config={"lease_s": LEASE_S, "renew_s": LEASE_S / 4, "poll_s": _LOOK_S, "keep_ended": 1_000_000},
         )
 
+    def _open_cache(self, stack: ExitStack, store_url: str) -> EmbeddingCache | None:
+        """Open the cache that is asked whether embeddings are there; none where no two requests have the same texts."""
+        bound = cache_bytes(self._settings.embedding_cache)
+        texts = [(prompt.prompt, prompt.negative_prompt) for prompt in self.board.prompts]
+        if bound is None or len(set(texts)) == len(texts):
+            return None
+        from moonrelay.cache.embeddings import EmbeddingCache
+        from moonrelay.connector import DiffusionConnector
+
+        conn = stack.enter_context(DiffusionConnector("demo", "store", store_config={"url": store_url}))
+        return stack.enter_context(EmbeddingCache(conn, bound))
+
     # -- watching -------------------------------------------------------------------------------------------------
 
-    def _watch(self, queue: StageQueue, pool: WorkerPool) -> None:
+    def _watch(self, queue: StageQueue, pool: WorkerPool, submitter: Submitter) -> None:
         while not self._complete():
             self._check_time()
+            submitter.submit_due(self.board)
             events = queue.events(self._since, timeout_s=_LOOK_S)
             # A worker says that it is ready before it takes a job, so its name is known before its first event.
             self._listen(pool)
@@ -262,6 +277,7 @@ class DemoRun:
         if message.event == "model":
             self._model = str(fields["model"])
             self._payloads = _payloads(fields.get("requests"))
+            self._ahead = _payloads(fields.get("ahead"))
             numerics = fields.get("numerics")
             self.summary.numerics = numerics if isinstance(numerics, dict) else {}
             self.board.note(message.at_s, f"the model is there: {self._model}, of family {fields['family']}")
@@ -350,7 +366,7 @@ def write_summary(summary: Summary, file: Path) -> str:
     return text
 
 
-def _payloads(requests: object) -> dict[str, dict[str, str | int | float | None]]:
+def _payloads(requests: object) -> dict[str, dict[str, Plain]]:
     if not isinstance(requests, dict):
         message = "the undivided pipeline's process did not say which requests it took"
         raise WireError(message)

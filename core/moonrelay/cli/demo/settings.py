@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from moonrelay.cli.embeddings import cache_bytes
 from moonrelay.config import require_one_of, require_positive
 from moonrelay.errors import ConfigError
 
@@ -42,6 +43,7 @@ class DemoSettings:
         seed: Seed of the first request; each further one has the next.
         threads: Threads of one torch operation, in the stages and in the undivided pipeline.
         timeout_s: After this long the run is given up.
+        embedding_cache: Bound of the workers' cache of embeddings, or ``off``.
 
     Raises:
         ConfigError: Naming the field, the value and the remedy.
@@ -66,6 +68,7 @@ class DemoSettings:
     seed: int = 0
     threads: int = 1
     timeout_s: float = 900.0
+    embedding_cache: str = "64MiB"
 
     def __post_init__(self) -> None:
         require_positive(
@@ -80,6 +83,7 @@ class DemoSettings:
             if getattr(self, name) < 0:
                 message = f"{name}={getattr(self, name)!r} must not be negative"
                 raise ConfigError(message, field=name)
+        cache_bytes(self.embedding_cache)  # refuses what is no size
         if self.engine == "memory":
             message = "engine='memory' serves one process only; use mooncake or shm"
             raise ConfigError(message, field="engine")

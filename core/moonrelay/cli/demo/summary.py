@@ -46,6 +46,8 @@ class StageReport:
         transfer_s: Seconds spent claiming and reading the input.
         resumed_step: Steps that an earlier delivery had done and that were kept.
         steps_redone: Steps that an earlier delivery had done and that were done again.
+        embeddings: Where each text's embedding came from, by role: ``encoded``, or ``memory`` or ``store`` of the
+            cache; ``kept`` in the stage that read it there because the request went past encode.
     """
 
     worker: str
@@ -58,6 +60,12 @@ class StageReport:
     transfer_s: float
     resumed_step: int = 0
     steps_redone: int = 0
+    embeddings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def cache_hits(self) -> int:
+        """Embeddings that were not encoded for this request."""
+        return sum(found != "encoded" for found in self.embeddings.values())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,6 +102,21 @@ class RequestReport:
         """How many steps were done twice."""
         return sum(stage.steps_redone for stage in self.stages.values())
 
+    @property
+    def cache_hits(self) -> int:
+        """How many embeddings came from the cache."""
+        return sum(stage.cache_hits for stage in self.stages.values())
+
+    @property
+    def cache_misses(self) -> int:
+        """How many embeddings were encoded and kept."""
+        return sum(len(stage.embeddings) - stage.cache_hits for stage in self.stages.values())
+
+    @property
+    def past_encode(self) -> bool:
+        """Whether it went past the encode stage, its embeddings being there."""
+        return any("kept" in stage.embeddings.values() for stage in self.stages.values())
+
     def as_dict(self) -> dict[str, Json]:
         """Return the request's entry of the summary."""
         names = list(self.stages)
@@ -110,6 +133,7 @@ class RequestReport:
             "frames": list(self.frames),
             "path": hops,
             "steps_redone": self.steps_redone,
+            "embeddings": {"hits": self.cache_hits, "misses": self.cache_misses, "past_encode": self.past_encode},
             "stages": {name: _stage_dict(stage) for name, stage in self.stages.items()},
             "file": str(self.file) if self.file is not None else None,
             "problem": self.problem,
@@ -186,6 +210,7 @@ class Summary:
             if self.killed is None
             else {**asdict(self.killed), "at_s": _rounded(self.killed.at_s), "survived": self.killed.survived},
             "paths": dict(self.paths),
+            "embeddings": {"hits": self._embeddings("cache_hits"), "misses": self._embeddings("cache_misses")},
             "deliveries": dict(self.deliveries),
             "versions": versions(),
             "numerics": dict(self.numerics),
@@ -208,12 +233,20 @@ class Summary:
             return f"only {same} of {count} are identical to the undivided pipeline; not {names} ({why})"
         paths = ", ".join(f"{number} by {path}" for path, number in sorted(self.paths.items()))
         line = f"{same} of {count} identical to the undivided pipeline, bit for bit; hand-overs: {paths}"
+        hits = self._embeddings("cache_hits")
+        if hits:
+            past = sum(report.past_encode for report in self.requests)
+            line += f"; embeddings: {hits} from the cache, {self._embeddings('cache_misses')} encoded"
+            line += f", {past} requests past encode" if past else ""
         if self.killed is not None:
             line += (
                 f"; {self.killed.worker} was killed in the middle of {self.killed.request_id}, "
                 f"done again as attempt {self.killed.attempt_after}{self._taken_up(self.killed)}"
             )
         return line
+
+    def _embeddings(self, which: str) -> int:
+        return sum(int(getattr(report, which)) for report in self.requests)
 
     def _taken_up(self, killed: Kill) -> str:
         """Say from where a killed worker's job went on; nothing for a stage without steps."""
@@ -263,7 +296,7 @@ def versions() -> dict[str, str]:
 def _stage_report(entry: Mapping[str, object], began_s: float, names: Mapping[str, str]) -> StageReport:
     worker = str(entry.get("worker"))
     started, ended = _number(entry.get("started_s")), _number(entry.get("ended_s"))
-    path = entry.get("path")
+    path, embeddings = entry.get("path"), entry.get("embeddings")
     return StageReport(
         worker=names.get(worker, worker),
         attempt=int(_number(entry.get("attempt"))),
@@ -275,6 +308,9 @@ def _stage_report(entry: Mapping[str, object], began_s: float, names: Mapping[st
         transfer_s=_number(entry.get("transfer_s")),
         resumed_step=int(_number(entry.get("resumed_step"))),
         steps_redone=int(_number(entry.get("steps_redone"))),
+        embeddings={str(role): str(found) for role, found in embeddings.items()}
+        if isinstance(embeddings, dict)
+        else {},
     )
 
 

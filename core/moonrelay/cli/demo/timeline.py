@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _STAGE_COLOURS: Final = {"encode": "#59b3a9", "denoise": "#e1812c", "decode": "#3a923a"}
-_PATH_COLOURS: Final = {"p2p": "#1f4e9c", "store": "#8e44ad"}
+_PATH_COLOURS: Final = {"p2p": "#1f4e9c", "store": "#8e44ad", "cache": "#c2185b"}
+_HIT: Final = "#c2185b"
 _KILL: Final = "#b3261e"
 _INK: Final = "#22242a"
 _SOFT: Final = "#8a8c94"
@@ -150,8 +151,16 @@ def _way(axes: Axes, report: RequestReport, row: int, begin: float, end: float) 
     for number, (name, stage) in enumerate(stages):
         colour = _STAGE_COLOURS.get(name, _SOFT)
         axes.barh(row, stage.seconds, left=stage.started_s, height=_THIN, color=colour, zorder=2)
+        if stage.cache_hits:
+            _hits(axes, stage, row, (end - begin) * _VISIBLE)
         if stage.path is not None:
             _hand_over(axes, stage, row, above=number % 2 == 1, begin=begin, end=end)
+
+
+def _hits(axes: Axes, stage: StageReport, row: int, apart: float) -> None:
+    """Mark a stage's embeddings that came from the cache, one diamond each."""
+    places = [stage.started_s + apart * (1 + 2 * number) for number in range(stage.cache_hits)]
+    axes.plot(places, [row] * len(places), "D", color=_HIT, markeredgecolor="white", markersize=6, zorder=4)
 
 
 def _hand_over(axes: Axes, stage: StageReport, row: int, *, above: bool, begin: float, end: float) -> None:
@@ -197,6 +206,8 @@ def _legend(figure: Figure, summary: Summary) -> None:
     handles += [
         Patch(color=_PATH_COLOURS[path], label=f"hand-over by {path}") for path in _PATH_COLOURS if summary.paths[path]
     ]
+    if any(stage.cache_hits for report in summary.requests for stage in report.stages.values()):
+        handles.append(Patch(color=_HIT, label="◆ embedding from the cache"))
     handles.append(Patch(facecolor="white", edgecolor="#bdb9ae", hatch="////", label="loading"))
     if summary.killed is not None:
         handles.append(Patch(facecolor="white", edgecolor=_KILL, hatch="xxxx", label="lost with its worker"))

@@ -82,6 +82,7 @@ def requests_of(order: Order, family: str) -> dict[str, GenerationRequest]:
 
 def run(order: Order) -> None:
     """Do what was asked, saying so line by line."""
+    from moonrelay_diffusers.embeddings import EncodeShortcut
     from moonrelay_diffusers.frames import frames_digest
     from moonrelay_diffusers.model import inspect_model
     from moonrelay_diffusers.numerics import deterministic_setup
@@ -93,12 +94,16 @@ def run(order: Order) -> None:
     model = order.model or _build(Path(order.build))
     family = inspect_model(model).family
     requests = {name: resolve_request(model, asked) for name, asked in requests_of(order, family).items()}
+    # Made here, since a key holds what decides bits: this process has torch, set up as the workers have it.
+    shortcut = EncodeShortcut(model, dtype=parse_dtype(order.dtype))
+    ahead = {name: shortcut.task(request) for name, request in requests.items()}
     _say(
         "model",
         model=model,
         family=family,
         numerics=dataclasses.asdict(numerics),
         requests={name: request.to_payload() for name, request in requests.items()},
+        ahead={name: task.payload for name, task in ahead.items() if task is not None},
     )
     if order.device == "cpu":
         os.nice(_NICENESS)
