@@ -66,6 +66,8 @@ class Capability(enum.StrEnum):
     INJECT_CONTROL = "inject_control"  # the suite may lose control messages
     INJECT_STORE = "inject_store"  # the suite may put faults into the relay
     PIPELINE = "pipeline"  # the host runs a real divided pipeline that equals the undivided one
+    EMBEDDING_CACHE = "embedding_cache"  # what the host encodes is kept for all its processes, see `AdapterSide.encode`
+    CHECKPOINTS = "checkpoints"  # a denoising loop goes on elsewhere from its checkpoint, see `AdapterSide.denoise`
 
     # Parts: engines, relays and queues.
     PROCESSES = "processes"  # reaches another process

@@ -192,6 +192,18 @@ class Runner:
         self._claims.pop(name, None)
         self._open.pop(name, None)
 
+    # -- what a host keeps --------------------------------------------------------------------------------------------
+
+    def encode(self, prompt: str, negative: str, cached: bool) -> dict[str, Any]:
+        """Have two prompts encoded; return digests of what the host hands on, and how often its encoder computed."""
+        made = self._running().encode(prompt, negative, cached=cached)
+        return {"positive": _digest(made.positive), "negative": _digest(made.negative), "computed": made.computed}
+
+    def denoise(self, request_id: str, seed: int, steps: int, stop_after: int | None) -> dict[str, Any]:
+        """Run the denoising loop; return the digest of its result, and what it computed."""
+        made = self._running().denoise(request_id, seed=seed, steps=steps, stop_after=stop_after)
+        return {"result": _digest(made.result), "first_step": made.first_step, "computed": made.computed}
+
     # -- what is seen -----------------------------------------------------------------------------------------------
 
     def in_use(self) -> dict[str, int]:

@@ -102,6 +102,34 @@ class Outgoing(msgspec.Struct, frozen=True, kw_only=True):
     registered: bool = False
 
 
+class Encoded(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host made of two prompts (`Capability.EMBEDDING_CACHE`).
+
+    Attributes:
+        positive: The tree of tensors and plain values that the host hands on for the prompt.
+        negative: The same for the negative prompt; ``None`` where the host encodes none.
+        computed: How often the host's encoder computed for this call, counted at the encoder itself, not in the cache.
+    """
+
+    positive: Any
+    negative: Any
+    computed: int
+
+
+class Denoised(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host's denoising loop gave (`Capability.CHECKPOINTS`).
+
+    Attributes:
+        result: The tree that the loop hands on; ``None`` of one that stopped on the way.
+        first_step: Steps that it did not have to do; 0 when it started afresh.
+        computed: How many steps the host's model computed.
+    """
+
+    result: Any
+    first_step: int
+    computed: int
+
+
 class SidePublication(ABC):
     """A payload whose chunks become final one by one (`Capability.CHUNKED`)."""
 
@@ -202,6 +230,34 @@ class AdapterSide(ABC):
     def metadata(self, ticket: Ticket) -> dict[str, Any] | None:
         """Return the plain values that travelled with a ticket (`Capability.METADATA`)."""
         return None
+
+    def encode(self, prompt: str, negative: str, *, cached: bool) -> Encoded:
+        """Encode two prompts as the host's encode stage does for a request (`Capability.EMBEDDING_CACHE`).
+
+        All sides of one ground share the cache, by the ground's store. The prompts are new in every check, so entries
+        of earlier ones are in nobody's way.
+
+        Args:
+            prompt: The prompt.
+            negative: The negative prompt.
+            cached: Whether by the host's cache of embeddings, switched on as its users do; else as without one.
+        """
+        not_supported(Capability.EMBEDDING_CACHE)
+
+    def denoise(self, request_id: str, *, seed: int, steps: int, stop_after: int | None) -> Denoised:
+        """Run the host's denoising loop, with a checkpoint after every step (`Capability.CHECKPOINTS`).
+
+        It goes on from the newest checkpoint of the request where there is one that fits, and removes the request's
+        checkpoints at its end. It has randomness of its own in each step where the host's scheduler has.
+
+        Args:
+            request_id: The request.
+            seed: Decides the noise.
+            steps: Steps in all.
+            stop_after: Leave the loop after this many steps, as soon as their checkpoint is whole, as a worker would
+                that is about to die: nothing is tidied up. ``None`` runs to the end.
+        """
+        not_supported(Capability.CHECKPOINTS)
 
     def in_use(self) -> Mapping[str, int]:
         """Return what this side still holds for payloads, by name: slots, bytes, entries. All zero means nothing.
@@ -322,6 +378,8 @@ __all__ = [
     "AdapterGround",
     "AdapterSide",
     "AdapterTarget",
+    "Denoised",
+    "Encoded",
     "Faults",
     "NotSupported",
     "Outgoing",
