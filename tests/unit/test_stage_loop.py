@@ -41,8 +41,9 @@ class Program:
 class House:
     """One upstream connector, one worker with a loop, and the queue between them."""
 
-    def __init__(self) -> None:
-        self.queue = StageQueue.connect("memory://", config={"retry_delay_s": 0.0, "max_attempts": 3})
+    def __init__(self, settings: dict[str, object] | None = None) -> None:
+        config = {"retry_delay_s": 0.0, "max_attempts": 3, **(settings or {})}
+        self.queue = StageQueue.connect("memory://", config=config)
         self.upstream = DiffusionConnector(
             "encode", "p2p", {"engine": "memory", "pool_bytes": 1 << 20}, control_config=CONTROL
         )
@@ -53,9 +54,9 @@ class House:
         self.decoder = self.queue.register_worker("decode", heartbeat=False)
         self.worker: Worker = self.queue.register_worker("denoise", heartbeat=False)
 
-    def submit(self, request_id: str = "r1") -> StageHandle:
+    def submit(self, request_id: str = "r1", priority: Any = None) -> StageHandle:
         """Bring a request to where its denoise task, with a payload, waits."""
-        self.queue.submit(StageTask(stage="encode", request_id=request_id, payload={}))
+        self.queue.submit(StageTask(stage="encode", request_id=request_id, payload={}, priority=priority))
         return self.encode()
 
     def encode(self) -> StageHandle:
@@ -72,6 +73,11 @@ class House:
 
     def loop(self, process: Process) -> StageLoop:
         return StageLoop(self.queue, self.connector, Program(process))
+
+    def run(self, loop: StageLoop, jobs: int) -> None:
+        """Do so many jobs, whichever come."""
+        for _ in range(jobs):
+            loop.do(self.take())
 
     def request(self, request_id: str = "r1") -> tuple[str, str]:
         view = next(view for view in self.queue.requests() if view.request_id == request_id)
@@ -401,6 +407,76 @@ def test_a_program_hears_that_its_worker_is_to_stop(house: House) -> None:
     loop = house.loop(process)
     loop.do(house.take())
     assert seen == [False, True]
+
+
+def batch_and_interactive(**settings: object) -> House:
+    """Return a house with a batch job waiting at denoise, where interactive work preempts it."""
+    house = House({"preempt": "interactive>batch", "preempt_least_s": 0.0, **settings})
+    house.submit("b1", "batch")
+    return house
+
+
+def stepping(house: House, steps: int, seen: list[tuple[str, int]], *, arrives_after: int = 2) -> Process:
+    """Return a program that can be left after each of its steps; an interactive task arrives during the first job."""
+
+    def process(work: Work) -> Outcome:
+        for done in range(1, steps + 1):
+            seen.append((work.job.request_id, done))
+            if seen == [("b1", number + 1) for number in range(arrives_after)]:
+                house.submit("i1", "interactive")
+            work.report(done, steps)
+            if work.leaving():
+                message = f"left after step {done} of {steps}"
+                raise Preempted(message)
+        return denoise(work)
+
+    return process
+
+
+def test_an_interactive_task_overtakes_a_batch_job_at_a_step_boundary() -> None:
+    house = batch_and_interactive()
+    seen: list[tuple[str, int]] = []
+    loop = house.loop(stepping(house, 6, seen))
+    house.run(loop, 3)
+    assert [name for name, _ in seen] == ["b1"] * 3 + ["i1"] * 6 + ["b1"] * 6
+    assert (loop.counts.left, loop.counts.completed, loop.counts.failed) == (1, 2, 0)
+    house.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"preempt": ""}, "off"),
+        ({"preempt_least_steps": 6}, "too few steps left"),
+        ({"preempt_least_s": 3600.0}, "too little time left"),
+        ({"preempt": "standard>batch"}, "another class"),
+    ],
+)
+def test_a_batch_job_goes_on_where_leaving_is_off_or_not_worth_it(settings: dict[str, object], why: str) -> None:
+    house = batch_and_interactive(**settings)
+    seen: list[tuple[str, int]] = []
+    loop = house.loop(stepping(house, 6, seen))
+    house.run(loop, 2)
+    assert [name for name, _ in seen] == ["b1"] * 6 + ["i1"] * 6, why
+    assert loop.counts.left == 0
+    house.close()
+
+
+def test_a_program_that_never_asks_is_never_preempted() -> None:
+    house = batch_and_interactive()
+
+    def process(work: Work) -> Outcome:
+        for done in range(1, 7):
+            if done == 2 and work.job.request_id == "b1":
+                house.submit("i1", "interactive")
+            work.report(done, 6)
+        assert work.job.yield_to == ""
+        return denoise(work)
+
+    loop = house.loop(process)
+    house.run(loop, 2)
+    assert (loop.counts.left, loop.counts.completed) == (0, 2)
+    house.close()
 
 
 def test_what_was_kept_for_a_second_try_is_dropped_once_the_job_is_settled(house: House) -> None:

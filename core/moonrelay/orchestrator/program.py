@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from moonrelay.connector import DiffusionConnector, PayloadClaim
 from moonrelay.errors import ConfigError
 from moonrelay.handle import StageHandle
+from moonrelay.orchestrator.yielding import Yielding
 from moonrelay.queueing.job import Job
 from moonrelay.queueing.task import Plain, StageTask
 
@@ -56,6 +57,7 @@ class Work:
     connector: DiffusionConnector
     claim: PayloadClaim | None
     _asked_to_leave: Callable[[], bool] | None = None
+    _yielding: Yielding | None = None
 
     @property
     def payload(self) -> dict[str, Plain]:
@@ -84,6 +86,8 @@ class Work:
 
     def report(self, done: int, total: int, note: str = "") -> None:
         """Show progress, and raise when the job is no longer ours (`Cancelled`, `LeaseLost`, `DeadlineExceeded`)."""
+        if self._yielding is not None:
+            self._yielding.step(done, total)
         self.job.progress(min(1.0, done / max(1, total)), note)
 
     def stopped(self) -> bool:
@@ -93,8 +97,11 @@ class Work:
     def leaving(self) -> bool:
         """Whether the job should be left at the next boundary where another worker can go on from.
 
-        A program that can be left there saves its state and raises `Preempted`; others go on to the end. Cheap.
+        A program that can be left there saves its state and raises `Preempted`; others go on to the end. Only a program
+        that asks is ever preempted. Cheap.
         """
+        if self._yielding is not None and self._yielding.asked():
+            return True
         return self._asked_to_leave is not None and self._asked_to_leave()
 
 

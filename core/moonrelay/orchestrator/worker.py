@@ -25,6 +25,7 @@ from moonrelay.errors import (
 )
 from moonrelay.handle import StageHandle
 from moonrelay.orchestrator.program import Outcome, StageProgram, Work
+from moonrelay.orchestrator.yielding import Yielding
 from moonrelay.queueing.base import StageQueue
 from moonrelay.queueing.job import Job
 from moonrelay.queueing.worker import Worker
@@ -168,7 +169,7 @@ class StageLoop:
             return
         outcome: Outcome | None = None
         try:
-            outcome = self._program.process(Work(job, self._connector, claim, self._stop.is_set))
+            outcome = self._program.process(self._work(job, claim))
             job.complete(next_task=outcome.next_task, result=outcome.result)
         except BaseException as exc:
             self._drop(outcome)
@@ -191,6 +192,11 @@ class StageLoop:
             outcome.afterwards()
         if claim is not None:
             self._acknowledge(claim, job)
+
+    def _work(self, job: Job, claim: PayloadClaim | None) -> Work:
+        settings = self._queue.config
+        yielding = Yielding(job, settings, self._connector.clock) if settings.preempt else None
+        return Work(job, self._connector, claim, self._stop.is_set, yielding)
 
     def _claim_input(self, job: Job) -> PayloadClaim | None:
         handle = job.task.handle

@@ -123,7 +123,7 @@ def _takeable(book: Book, worker: WorkerRow) -> tuple[list[Priority], dict[Prior
         for row in book.tx.queued(worker.stage, priority):
             if not waiting or waiting[-1] != priority:
                 waiting.append(priority)
-            at_s = _open_at_s(book, row, worker, others)
+            at_s = open_at_s(book, row, worker, others)
             if at_s <= book.now_s:
                 heads[priority] = row
                 break
@@ -131,7 +131,7 @@ def _takeable(book: Book, worker: WorkerRow) -> tuple[list[Priority], dict[Prior
     return waiting, heads, min(later, default=None)
 
 
-def _open_at_s(book: Book, row: RequestRow, worker: WorkerRow, others: list[WorkerRow]) -> float:
+def open_at_s(book: Book, row: RequestRow, worker: WorkerRow, others: list[WorkerRow]) -> float:
     """Return when ``worker`` may take a task: a preferred worker has ``affinity_wait_s`` to come first."""
     if suits(row.affinity, worker) or not any(suits(row.affinity, other) for other in others):
         return row.not_before_s
@@ -155,6 +155,7 @@ def _take(book: Book, worker: WorkerRow, row: RequestRow) -> Delivery:
         updated_at_s=book.now_s,
         fraction=0.0,
         note="",
+        yield_to="",
     )
     counted = replace(job, attempt=job.attempt + 1, spent=job.spent + 1)
     book.tx.put_request(taken)

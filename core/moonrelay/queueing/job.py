@@ -70,6 +70,8 @@ class Job:
         self._condition = on_settled
         self._lost: MoonrelayError | None = None
         self._settled: str | None = None
+        self._willing = False
+        self._yield_to = ""
         self.worker_id = worker_id
         self.token = delivery.request.token
         self.task = _task_of(delivery)
@@ -111,6 +113,37 @@ class Job:
         """Whether the job was completed, failed, given back or lost."""
         with self._condition:
             return self._settled is not None
+
+    @property
+    def yield_to(self) -> str:
+        """The waiting request for which the job should be left at its next boundary, as last heard; empty for none."""
+        with self._condition:
+            return self._yield_to
+
+    def offer(self, willing: bool) -> None:
+        """Say whether the job may be asked to make way for a waiting one; it may not until this is called. Cheap.
+
+        The queue is told with the next renewal or progress, and its answer is `yield_to`; see `QueueConfig.preempt`.
+        """
+        with self._condition:
+            self._willing = willing
+
+    def hear(self) -> None:
+        """Ask whether the job is to make way, if it was offered; called with each renewal.
+
+        Blocks: for the queue's answer. Trouble with it is logged, and the next renewal asks again.
+        """
+        with self._condition:
+            willing, before = self._willing, self._yield_to
+            if self._settled is not None or self._lost is not None or not (willing or before):
+                return
+        try:
+            wanted = self._port.make_way(self.request_id, self.token, willing=willing)
+        except MoonrelayError as exc:
+            logger.debug("not heard whether %r is to make way: %s", self, exc)
+            return
+        with self._condition:
+            self._yield_to = wanted
 
     def check(self) -> None:
         """Raise if the claim is known to be lost; cheap, for the inner loop of a long job.
@@ -215,6 +248,7 @@ class Job:
             if _is_loss(exc):
                 self.mark_lost(exc)
             raise
+        self.hear()
 
     def mark_lost(self, reason: MoonrelayError) -> None:
         """Note that the claim is lost; called by the worker after a renewal."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moonrelay.errors import Cancelled, ConfigError, DeadlineExceeded, LeaseLost, MoonrelayError, PeerLost
+from moonrelay.errors import Cancelled, ConfigError, DeadlineExceeded, LeaseLost, MoonrelayError, PeerLost, Preempted
 from moonrelay.queueing import codec
 from moonrelay.queueing.states import ENDED, State, Step, step
 from moonrelay.queueing.store import Book, HandleKind, RequestRow, StageRow
@@ -97,6 +97,7 @@ def advance(book: Book, request_id: str, token: int, task: PackedTask) -> None:
             affinity=task.affinity,
             attempt=max(task.attempt, before.attempt if before else 0),
             spent=before.spent if before else 0,
+            yields=before.yields if before else 0,
             max_attempts=task.max_attempts or book.config.max_attempts,
         )
     )
@@ -132,9 +133,20 @@ def give_back(book: Book, request_id: str, token: int, note: str, *, counts: boo
     """Return a job unfinished (nack); the attempt counts unless the work so far is kept for the next one."""
     row, job = fence(book, request_id, token)
     if not counts:
-        job = replace(job, spent=max(0, job.spent - 1))
+        job = replace(job, spent=max(0, job.spent - 1), yields=job.yields + (1 if row.yield_to else 0))
         book.tx.put_stage(job)
+        if row.yield_to:
+            return _made_way(book, row, job, note)
     return hand_back(book, row, job, note)
+
+
+def _made_way(book: Book, row: RequestRow, job: StageRow, note: str) -> State:
+    """Queue a row again that was left for a waiting request, and have that one's class served next."""
+    asker = book.tx.request(row.yield_to)
+    if asker is not None and asker.state == "queued" and asker.stage == row.stage:
+        book.tx.put_passes(row.stage, {**book.tx.passes(row.stage), asker.priority: 0})
+    error = Preempted(f"made way for {row.yield_to}: {note or 'no word of how far it came'}", worker=row.worker)
+    return _again(book, row, job, error, "preempted", 0.0)
 
 
 def hand_back(book: Book, row: RequestRow, job: StageRow, note: str) -> State:
@@ -205,6 +217,7 @@ def end(book: Book, row: RequestRow, what: Step, kind: str, *, attempt: int, not
             worker=None,
             lease_until_s=None,
             updated_at_s=book.now_s,
+            yield_to="",
             ended=book.tx.next("end"),
         )
     )
@@ -237,6 +250,7 @@ def _queue(book: Book, row: RequestRow, what: Step, *, delay_s: float = 0.0) -> 
             updated_at_s=book.now_s,
             fraction=0.0,
             note="",
+            yield_to="",
         )
     )
     return after

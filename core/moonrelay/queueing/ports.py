@@ -70,6 +70,14 @@ class WorkerPort(Protocol):
         """Note how far a job is."""
         ...
 
+    def make_way(self, request_id: str, token: int, *, willing: bool) -> str:
+        """Return the waiting request that a job is to make way for, or an empty text.
+
+        ``willing`` says whether the job can be left at its next boundary, and leaving it is worth it; the rule is
+        `moonrelay.queueing.preemption`'s.
+        """
+        ...
+
     def wake(self) -> None:
         """Make everybody who waits in this process look again."""
         ...

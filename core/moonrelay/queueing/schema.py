@@ -35,7 +35,8 @@ CREATE TABLE request (
     state TEXT NOT NULL, stage TEXT NOT NULL, priority TEXT NOT NULL, affinity BLOB NOT NULL,
     queued_at_s REAL NOT NULL, not_before_s REAL NOT NULL, submitted_at_s REAL NOT NULL, updated_at_s REAL NOT NULL,
     deadline_at_s REAL, token INTEGER NOT NULL, worker TEXT, lease_until_s REAL, fraction REAL NOT NULL,
-    note TEXT NOT NULL, result BLOB, error BLOB, ended INTEGER NOT NULL, reported INTEGER NOT NULL
+    note TEXT NOT NULL, result BLOB, error BLOB, ended INTEGER NOT NULL, reported INTEGER NOT NULL,
+    yield_to TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX request_queue ON request (state, stage, priority, number);
 CREATE INDEX request_worker ON request (worker) WHERE worker IS NOT NULL;
@@ -46,7 +47,7 @@ CREATE INDEX request_ended ON request (reported DESC, ended) WHERE ended > 0;
 CREATE TABLE stage (
     request_id TEXT NOT NULL, stage TEXT NOT NULL, made_by TEXT, payload BLOB NOT NULL, handle BLOB,
     handle_kind TEXT NOT NULL, affinity BLOB NOT NULL, attempt INTEGER NOT NULL, spent INTEGER NOT NULL,
-    max_attempts INTEGER NOT NULL, PRIMARY KEY (request_id, stage)
+    max_attempts INTEGER NOT NULL, yields INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (request_id, stage)
 );
 CREATE TABLE worker (
     worker_id TEXT PRIMARY KEY, stage TEXT NOT NULL, slots INTEGER NOT NULL, buffers INTEGER NOT NULL,
@@ -57,6 +58,10 @@ CREATE TABLE event (
     attempt INTEGER NOT NULL, worker TEXT NOT NULL, fraction REAL NOT NULL, note TEXT NOT NULL
 );
 """
+
+#: Columns that came later. They have defaults, so that a file of before is taken over, and a release of before can go
+#: on with a file of now.
+_LATER = (("request", "yield_to", "TEXT NOT NULL DEFAULT ''"), ("stage", "yields", "INTEGER NOT NULL DEFAULT 0"))
 
 
 class StoredStage(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +102,9 @@ def prepare(connection: sqlite3.Connection, path: Path, wanted: Pipeline | None,
     if wanted is not None and wanted != stored:
         message = f"{path} was made with {stored!r}, not with {wanted!r}; leave pipeline out, or choose another path"
         raise ConfigError(message, field="pipeline")
+    for table, column, kind in _LATER:
+        if column not in {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}:
+            connection.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
     if _meta(connection, "boot") != boot_id():
         _carry_over(connection, clock.monotonic())
     return stored

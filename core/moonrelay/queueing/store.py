@@ -27,7 +27,8 @@ class RequestRow:
     """A request: where it is, and who has it.
 
     ``token`` is that of the last claim, also after it ended. ``ended`` is 0 while under way, then the order of ending.
-    ``fingerprint`` is the digest of the first task as submitted.
+    ``fingerprint`` is the digest of the first task as submitted. ``yield_to`` is the waiting request that a running job
+    was asked to make way for, empty for none.
     """
 
     request_id: str
@@ -51,6 +52,7 @@ class RequestRow:
     error: bytes | None = None
     ended: int = 0
     reported: bool = False
+    yield_to: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ class StageRow:
     """One stage's task of one request, as it was submitted, with its count of attempts.
 
     ``made_by`` is the stage whose completion made the task, ``None`` for the first. ``attempt`` counts deliveries,
-    ``spent`` those that count against ``max_attempts``.
+    ``spent`` those that count against ``max_attempts``, ``yields`` those that made way for another request.
     """
 
     request_id: str
@@ -71,6 +73,7 @@ class StageRow:
     attempt: int
     spent: int
     max_attempts: int
+    yields: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from moonrelay.clock import Clock, Deadline
 from moonrelay.errors import ConfigError, DeadlineExceeded, MoonrelayError
-from moonrelay.queueing import codec, delivery, intake, outcome, report
+from moonrelay.queueing import codec, delivery, intake, outcome, preemption, report
 from moonrelay.queueing.base import StageQueue
 from moonrelay.queueing.delivery import Delivery, Idle
 from moonrelay.queueing.engine import Engine
@@ -80,6 +80,9 @@ class WorkerDesk:
     def progress(self, request_id: str, token: int, fraction: float, note: str) -> None:
         self._engine.run(lambda book: outcome.progress(book, request_id, token, fraction, note), ring=False)
         self._engine.note_change()
+
+    def make_way(self, request_id: str, token: int, *, willing: bool) -> str:
+        return self._engine.run(lambda book: preemption.make_way(book, request_id, token, willing=willing), ring=False)
 
     def wake(self) -> None:
         self._engine.note_change()

@@ -114,8 +114,8 @@ class QueueEvent:
         number: Grows by one with each event; a gap after ``since`` means that older ones were dropped.
         at_s: Monotonic seconds of this boot.
         kind: ``submitted``, ``claimed``, ``progress``, ``completed`` (a stage), ``retry``, ``redelivered``,
-            ``returned``, ``rewound``, ``done``, ``failed``, ``cancelled``, ``dead``, ``forgotten``, ``worker_joined``,
-            ``worker_left``, ``worker_lost``.
+            ``returned``, ``rewound``, ``asked_to_yield`` (to a waiting request), ``preempted`` (left for it), ``done``,
+            ``failed``, ``cancelled``, ``dead``, ``forgotten``, ``worker_joined``, ``worker_left``, ``worker_lost``.
         request_id: Empty for a worker's event.
         stage: Where it happened.
         attempt: Of the stage's work.

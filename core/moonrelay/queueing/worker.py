@@ -137,6 +137,8 @@ class Worker:
         for name, reason in lost.items():
             if not jobs[name].settled:
                 jobs[name].mark_lost(reason)
+        for job in jobs.values():
+            job.hear()
 
     def close(self) -> None:
         """Leave the pool: jobs still held go back to the queue, credits are withdrawn, the thread ends. Idempotent."""
