@@ -1,9 +1,10 @@
 """The seam round ``TextEncodingStage.forward``: where a cache of embeddings is put in.
 
 Owns the key: everything that decides the bytes, and nothing else. Where that is not known completely there is no key,
-and then no hook is asked: never a guess. Keeps nothing itself, and without a hook changes nothing. The hook is named in
-``MOONRELAY_SGLANG`` as ``{"condition_hook": "package.module:make"}``; what that makes, called without arguments, is
-called with a `ConditionKey` and a function that encodes, and returns what a request's text became, by field.
+and then nobody is asked: never a guess. Keeps nothing itself, and without a setting changes nothing. In
+``MOONRELAY_SGLANG``, ``{"embedding_cache": true}`` asks the role's own cache, and ``{"condition_hook":
+"package.module:make"}`` one's own: what that makes, called without arguments, is called with a `ConditionKey` and a
+function that encodes, and returns what a request's text became, by field.
 
 The host's own fingerprint of a request is in the key, and not alone: it tells large tensors apart by shape only, and
 says nothing of weights, types and templates, since it is compared within one process.
@@ -16,20 +17,27 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from moonrelay.cache.keys import IncompleteKey, canonical, digest_of
 from moonrelay.errors import ConfigError, PluginError
 from moonrelay_sglang import config as settings
 from moonrelay_sglang.config import SglangConfig
 
+if TYPE_CHECKING:
+    from moonrelay.cache.embeddings import EmbeddingCache
+
 logger = logging.getLogger(__name__)
 
-_KEY_VERSION: Final = "moonrelay.condition/2"
+_KEY_VERSION: Final = "moonrelay.condition/3"
 #: The host's class. Its subclasses read more of a request than its fingerprint has, so they are left alone.
 _STAGE: Final = "sglang.multimodal_gen.runtime.pipelines_core.stages.text_encoding.TextEncodingStage"
-#: Where what was found out of a stage hangs on it.
+#: Where what was found out of a stage hangs on it, and the role's cache.
 _FOUND: Final = "_moonrelay_condition"
+_LENT: Final = "_moonrelay_embeddings"
+#: What tokenizes and encodes beside the host and torch.
+_LIBRARIES: Final = ("transformers", "tokenizers")
 #: Of the host's settings, what decides how an encoder computes.
 _COMPUTES: Final = (
     "attention_backend",
@@ -130,6 +138,18 @@ def around_forward(original: Callable[..., Any], stage: Any, batch: Any, server_
     return batch
 
 
+def lend(stages: Iterable[Any], cache: EmbeddingCache) -> None:
+    """Let a role's stages ask its cache.
+
+    Args:
+        stages: All of its pipeline.
+        cache: Closed by the role when it ends: from then on they encode.
+    """
+    for stage in stages:
+        if _name(type(stage)) == _STAGE:
+            setattr(stage, _LENT, cache)
+
+
 def key_of(
     encoder: str, revision: str, made_by: Mapping[str, object], fingerprint: Iterable[object]
 ) -> ConditionKey | None:
@@ -203,31 +223,45 @@ def _seam_of(stage: Any, server_args: Any) -> _Seam | None:
 
 def _find_out(stage: Any, server_args: Any) -> _Seam | None:
     config = settings.from_server_args(server_args)
-    if config.condition_hook is None:
+    if config.condition_hook is None and config.embedding_cache is None:
         return None
+    what = "embedding cache" if config.condition_hook is None else "condition hook"
     if _name(type(stage)) != _STAGE:
-        logger.warning("no condition hook for %s: what it reads of a request is not known", type(stage).__name__)
+        logger.warning("no %s for %s: what it reads of a request is not known", what, type(stage).__name__)
         return None
     if int(getattr(server_args, "num_gpus", 1) or 1) > 1:
-        logger.warning("no condition hook for a role of several ranks: they must encode in step")
+        logger.warning("no %s for a role of several ranks: they must encode in step", what)
         return None
     identity = identity_of(server_args, config)
     if identity is None:
         logger.warning(
-            "no condition hook: which weights the text encoder has is not known; set encoder_revision, and load it "
-            "without LoRA, quantization and components of other models"
+            "no %s: which weights the text encoder has is not known; set encoder_revision, and load it "
+            "without LoRA, quantization and components of other models",
+            what,
         )
         return None
     try:
         made_by = canonical(_made_by(stage, server_args))
     except IncompleteKey as exc:
-        logger.warning("no condition hook: %s", exc)
+        logger.warning("no %s: %s", what, exc)
         return None
-    hook = named(config.condition_hook)()
+    hook = _asks(vars(stage).get(_LENT)) if config.condition_hook is None else named(config.condition_hook)()
+    if hook is None:
+        logger.warning("no embedding cache: this process has none for the pipeline's %s", type(stage).__name__)
+        return None
     if not callable(hook):
         message = f"condition_hook={config.condition_hook!r} makes a {type(hook).__name__}, which cannot be called"
         raise ConfigError(message, field="condition_hook")
+    logger.info("what the text encoder of %s@%s makes is remembered", *identity)
     return _Seam(hook, *identity, made_by=made_by)
+
+
+def _asks(cache: EmbeddingCache | None) -> Hook | None:
+    """Return the hook of a role's own cache."""
+    if cache is None:
+        return None
+    # What comes back is what an encoding of a stage gave, here or elsewhere; it is looked at.
+    return lambda key, encode: cast("Mapping[str, object]", cache.get_or_encode(key, encode))
 
 
 def _made_by(stage: Any, server_args: Any) -> dict[str, object]:
@@ -239,7 +273,9 @@ def _made_by(stage: Any, server_args: Any) -> dict[str, object]:
     return {
         "host": plugin.host_version(),
         "torch": str(torch.__version__),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "libraries": {name: version(name) for name in _LIBRARIES},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(device),
+        "precision": torch.get_float32_matmul_precision(),
         "stage": type(stage),
         "encoders": [
             {"class": type(one), "types": {str(weight.dtype) for weight in one.parameters()}, "training": one.training}
@@ -249,6 +285,13 @@ def _made_by(stage: Any, server_args: Any) -> dict[str, object]:
         "pipeline": server_args.pipeline_config,
         "settings": {name: getattr(server_args, name, None) for name in _COMPUTES},
     }
+
+
+def _processor(device: Any) -> list[object]:
+    """Return what decides a sum's order where no accelerator computes it."""
+    import torch
+
+    return [device.type, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
 
 
 def _weights_as_loaded() -> bool:

@@ -20,6 +20,7 @@ import msgspec
 
 from moonrelay import config
 from moonrelay.config import ControlConfig, StoreConfig, TransferConfig
+from moonrelay.connector.caching import CacheChoice
 from moonrelay.connector.settings import INTEGRITY, MODES
 from moonrelay.errors import ConfigError
 
@@ -97,8 +98,9 @@ class SglangConfig:
         timeout_s: ``--disagg-timeout``: a request's whole life.
         queue_timeout_s: ``--disagg-downstream-wait-timeout``: its longest wait for an instance of one stage.
         send_all: Send every field on every hop, also those that the receiving role is known not to read.
-        condition_hook: ``package.module:make`` of what remembers conditions; see `moonrelay_sglang.conditioning`.
-        encoder: Whose weights the text encoder has, for the hook's keys, where that is not the model's name.
+        embedding_cache: A cache of what text encoding makes; ``None`` for none.
+        condition_hook: ``package.module:make`` of what remembers it instead; see `moonrelay_sglang.conditioning`.
+        encoder: Whose weights the text encoder has, for the cache's keys, where that is not the model's name.
         encoder_revision: Of those weights, where neither the host's ``--revision`` nor the hub's cache says it.
     """
 
@@ -124,6 +126,7 @@ class SglangConfig:
     timeout_s: float = 3600.0
     queue_timeout_s: float = 1800.0
     send_all: bool = False
+    embedding_cache: CacheChoice | None = None
     condition_hook: str | None = None
     encoder: str | None = None
     encoder_revision: str | None = None
@@ -152,6 +155,12 @@ class SglangConfig:
             raise ConfigError(message, field="dead_after_s")
         config.require_one_of(self, "transfer_mode", MODES)
         config.require_one_of(self, "integrity", INTEGRITY)
+        if self.embedding_cache is not None and self.condition_hook is not None:
+            message = (
+                f"embedding_cache and condition_hook={self.condition_hook!r} would both remember conditions; "
+                "leave one of them out"
+            )
+            raise ConfigError(message, field="condition_hook")
         wrong = [name for name, value in self.labels.items() if not isinstance(name, str) or not isinstance(value, str)]
         if wrong:
             message = f"labels[{wrong[0]!r}] must be text, as its name"
@@ -175,6 +184,7 @@ _OWN: Final[Mapping[str, tuple[type, ...]]] = {
     "labels": (dict,),
     "instance": (str,),
     "send_all": (bool,),
+    "embedding_cache": (bool, dict),
     "condition_hook": (str,),
     "encoder": (str,),
     "encoder_revision": (str,),
@@ -226,6 +236,7 @@ def from_server_args(server_args: object, more: Mapping[str, Any] | None = None)
     if "hostname" in given:
         transfer["hostname"] = _numeric(str(given["hostname"]))
     own = {name: given[name] for name in _OWN if name in given}
+    own["embedding_cache"] = CacheChoice.parse(own.get("embedding_cache"))
     own.setdefault("instance", _instance(server_args, role, hostname))
     own.setdefault("slots", _slots(server_args, role))
     # An input is needed until the request's end: its next role's instance may die, and another one then takes it.

@@ -15,14 +15,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from moonrelay.clock import Clock, Deadline, SystemClock
 from moonrelay.connector import DiffusionConnector
+from moonrelay.connector.caching import ChosenCache
 from moonrelay.errors import CapacityError, LeaseLost, MoonrelayError, WireError
 from moonrelay.handle import StageHandle
 from moonrelay.payload import StagePayload
 from moonrelay_sglang import fields, protocol
 
 if TYPE_CHECKING:
+    from moonrelay.cache.embeddings import EmbeddingCache
     from moonrelay.connector.claim import PayloadClaim
     from moonrelay.events import Event
     from moonrelay_sglang.config import SglangConfig
@@ -155,6 +159,8 @@ class PayloadManager:
             observers=[self._on_event],
             clock=self._clock,
         )
+        chosen = config.embedding_cache
+        self._embeddings = None if chosen is None else ChosenCache(chosen, self._connector)
 
     # -- what the host's manager has ----------------------------------------------------------------------------------
 
@@ -279,9 +285,16 @@ class PayloadManager:
             taken = list(self._taken)
         for request_id in taken:
             self.give_back(request_id)
+        if self._embeddings is not None:
+            self._embeddings.close()
         self._connector.close()
 
     # -- what ours has more --------------------------------------------------------------------------------------------
+
+    @property
+    def embeddings(self) -> EmbeddingCache | None:
+        """This role's cache of what text encoding makes; ``None`` where none was chosen."""
+        return None if self._embeddings is None else self._embeddings.cache
 
     def start(self) -> None:
         """Start engine, channel and store now, so that what is missing is said at the role's start. Idempotent.
@@ -423,9 +436,13 @@ class PayloadManager:
         return protocol.InUse(payloads=held["payloads"], bytes=nbytes, claims=held["claims"], slots=held["slots"])
 
     def counters(self) -> protocol.Counters:
-        """Return what was taken over since the start."""
+        """Return what was taken over, and what was encoded, since the start."""
         with self._lock:
-            return protocol.Counters(delivered=self._counts["delivered"], bytes=self._counts["bytes"])
+            taken = protocol.Counters(delivered=self._counts["delivered"], bytes=self._counts["bytes"])
+        if self.embeddings is None:
+            return taken
+        cached = self.embeddings.counters()
+        return msgspec.structs.replace(taken, encoded=cached.encodes, remembered=cached.hits_memory + cached.hits_store)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -150,11 +150,16 @@ class InUse(Struct, frozen=True, kw_only=True):
 
 
 class Counters(Struct, frozen=True, kw_only=True):
-    """What a worker did since it started: payloads it took over, requests that failed in it, bytes taken over."""
+    """What a worker did since it started: payloads it took over, requests that failed in it, bytes taken over.
+
+    With a cache of embeddings, also how often it encoded a request's texts, and how often they were there already.
+    """
 
     delivered: Count = 0
     failed: Count = 0
     bytes: Count = 0
+    encoded: Count = 0
+    remembered: Count = 0
 
 
 # From a worker to the head.

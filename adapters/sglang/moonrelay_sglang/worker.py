@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import zmq
 
 from moonrelay.clock import Clock, SystemClock
@@ -175,7 +176,7 @@ class RoleWorker:
             holding=holding,
             offered=self.manager.offered(),
             in_use=self.manager.in_use(),
-            counters=protocol.Counters(delivered=counters.delivered, failed=failed, bytes=counters.bytes),
+            counters=msgspec.structs.replace(counters, failed=failed),
         )
 
     def attempt_of(self, request_id: str) -> int:

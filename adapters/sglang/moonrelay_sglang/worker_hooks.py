@@ -17,8 +17,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+from moonrelay_sglang import conditioning, fields
 from moonrelay_sglang import config as settings
-from moonrelay_sglang import fields
 from moonrelay_sglang.manager import manager_class
 from moonrelay_sglang.sockets import ResultSocket
 from moonrelay_sglang.worker import Held, RoleWorker
@@ -56,7 +56,7 @@ def around_launch_role(original: Callable[..., Any], server_args: Any, *args: An
 def around_init_state(original: Callable[..., None], scheduler: Any, server_args: Any, local_rank: int) -> None:
     """Refuse a role without all our hooks, or with wrong settings; on ``_init_disagg_state``."""
     if settings.is_chosen(server_args) and settings.role_of(server_args) not in _ALONE:
-        from moonrelay_sglang import conditioning, plugin
+        from moonrelay_sglang import plugin
 
         plugin.verify()
         hook = settings.from_server_args(server_args).condition_hook
@@ -216,6 +216,8 @@ def _start_worker(scheduler: Any, server_args: Any) -> None:
     )
     worker.attach(manager)
     manager.start()
+    if manager.embeddings is not None:
+        conditioning.lend(scheduler.worker.pipeline.stages, manager.embeddings)
     setattr(scheduler, _WORKER, worker)
     scheduler._transfer_manager = manager
     scheduler._preallocated_slots = {}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from moonrelay.errors import ConfigError, PluginError
 from moonrelay_sglang import conditioning, worker_hooks
 from moonrelay_sglang import config as settings
 from moonrelay_sglang.conditioning import ConditionKey, IncompleteKey, canonical, identity_of, key_of
+from moonrelay_sglang.manager import PayloadManager
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REQUEST: tuple[Any, ...] = ("a fox", "blurred", True, None, 512)
@@ -380,3 +383,88 @@ def test_a_hook_that_cannot_be_called_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("MOONRELAY_SGLANG", f'{{"condition_hook": "{__name__}:make_number"}}')
     with pytest.raises(ConfigError, match="makes a int"):
         run(TextEncodingStage(), request())
+
+
+# -- the role's own cache ---------------------------------------------------------------------------------------------
+
+
+class Role:
+    """One encoder's process: a stage, and the cache that it was lent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
+        monkeypatch.setenv("MOONRELAY_SGLANG", json.dumps({"embedding_cache": True, **given}))
+        self.manager = PayloadManager(settings.from_server_args(server_args()), epoch="one")
+        self.stage = TextEncodingStage()
+        assert self.manager.embeddings is not None
+        conditioning.lend([OwnStage(), self.stage], self.manager.embeddings)
+
+    def ask(self, prompt: str = "a fox", **args: Any) -> Any:
+        return run(self.stage, request(prompt), server_args(**args))
+
+    def counted(self) -> tuple[int, int]:
+        counters = self.manager.counters()
+        return counters.encoded, counters.remembered
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_roles_cache_outlives_it_where_there_is_a_store(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: bool
+) -> None:
+    url = f"local://{tmp_path}/kept"
+    found: list[Any] = []
+    for _ in range(2):
+        role = Role(monkeypatch, **({"embedding_cache": {"store": url}} if own else {"store": url}))
+        found += [role.ask(), role.ask()]
+        assert role.stage.encoded == (["a fox"] if len(found) == 2 else [])
+        assert role.counted() == ((1, 1) if len(found) == 2 else (0, 2))
+        role.manager.cleanup()
+        role.ask()  # a role that ends encodes
+        assert role.stage.encoded[-1:] == ["a fox"]
+    for batch in found[1:]:
+        assert torch.equal(batch.prompt_embeds[0], found[0].prompt_embeds[0])
+        assert batch.prompt_attention_mask[0].dtype == torch.long
+        assert batch.prompt_attention_mask[1] is None
+        assert batch.is_prompt_processed is False
+
+
+def test_an_edit_of_what_the_cache_gave_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    role = Role(monkeypatch)
+    for _ in range(3):
+        batch = role.ask()
+        assert batch.prompt_embeds[0].tolist() == [[1.0, 1.0, 1.0]]
+        batch.prompt_embeds[0].zero_()
+    assert role.stage.encoded == ["a fox"]
+    role.manager.cleanup()
+
+
+def test_the_cache_is_not_asked_where_the_bytes_are_not_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    role = Role(monkeypatch)
+    for _ in range(2):
+        role.ask(lora_path="org/lora")
+    assert role.stage.encoded == ["a fox", "a fox"]
+    assert role.counted() == (0, 0)
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["no embedding cache"]
+    role.manager.cleanup()
+
+
+def test_a_stage_that_was_lent_no_cache_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MOONRELAY_SGLANG", '{"embedding_cache": true}')
+    stage = TextEncodingStage()
+    for _ in range(2):
+        run(stage, request())
+    assert stage.encoded == ["a fox", "a fox"]
+    assert "this process has none" in caplog.text
+
+
+def test_two_that_remember_are_refused() -> None:
+    given = {"embedding_cache": True, "condition_hook": "my_cache:make"}
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        settings.from_server_args(server_args(), given)
+    given["embedding_cache"] = False
+    assert settings.from_server_args(server_args(), given).embedding_cache is None
+    with pytest.raises(ConfigError, match="'bytes'"):
+        settings.from_server_args(server_args(), {"embedding_cache": {"byte": 1}})

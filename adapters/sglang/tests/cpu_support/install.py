@@ -17,6 +17,7 @@ ENTRY_POINTS = """\
 [sglang.multimodal_gen.plugins]
 moonrelay_test_cpu = cpu_support.cures:register
 moonrelay_test_faults = cpu_support.faults:register
+moonrelay_test_counts = cpu_support.counts:register
 """
 
 
