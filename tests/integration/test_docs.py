@@ -14,10 +14,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [
     page
-    for page in (ROOT / "README.md", ROOT / "docs/operating.md", ROOT / "adapters/diffusers/README.md")
+    for page in (
+        *(ROOT / "README.md", ROOT / "docs/operating.md", ROOT / "docs/caches.md"),
+        ROOT / "adapters/diffusers/README.md",
+    )
     if page.exists()
 ]
-pytestmark = pytest.mark.skipif(len(PAGES) < 3, reason="the pages are in the checkout only, not beside the wheel")
+#: Commands that have commands of their own.
+GROUPS = {"cache"}
+pytestmark = pytest.mark.skipif(len(PAGES) < 4, reason="the pages are in the checkout only, not beside the wheel")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -50,10 +55,18 @@ def test_python_in_the_readme_runs(code: str) -> None:
     assert ended.stdout.splitlines() == ["(1, 16, 2, 60, 104)"] * 4
 
 
+@pytest.mark.parametrize("code", blocks(ROOT / "docs/caches.md", "python") if PAGES else [])
+def test_python_of_the_caches_page_runs(code: str) -> None:
+    ended = run("-c", code)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "1 1\n"
+
+
 @pytest.mark.parametrize("command", commands())
 def test_commands_and_options_exist(command: str) -> None:
     words = shlex.split(command)[1:]
-    ended = run("-m", "moonrelay.cli.main", words[0], "--help")
+    called = words[:2] if words[0] in GROUPS else words[:1]
+    ended = run("-m", "moonrelay.cli.main", *called, "--help")
     assert ended.returncode == 0, ended.stderr
     for word in words[1:]:
         if word.startswith("--"):
