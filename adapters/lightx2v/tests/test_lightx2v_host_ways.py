@@ -45,6 +45,7 @@ from lightx2v import LightX2VPipeline
 
 config, request = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 pipeline = LightX2VPipeline(task="t2v", **config["pipeline"])
+pipeline.config_json = config["config_json"]  # else the host loses the length of the video
 pipeline.create_generator(config_json=config["config_json"])
 pipeline.generate(**request)
 print("Video saved successfully")
