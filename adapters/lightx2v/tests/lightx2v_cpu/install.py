@@ -16,6 +16,8 @@ moonrelay_test_cpu = lightx2v_cpu.platform:register
 """
 #: Where a process says "1" the host's text encoder and VAE, whose sizes it has in its code, are tiny.
 TINY = "MOONRELAY_TEST_LIGHTX2V_TINY"
+#: Path of a file to which a process writes what its text encoder does, a word and a line's end for each.
+COUNTS = "MOONRELAY_TEST_LIGHTX2V_COUNTS"
 
 
 def place(folder: Path) -> dict[str, str]:

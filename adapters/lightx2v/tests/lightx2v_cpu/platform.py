@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from lightx2v_cpu import shims
-from lightx2v_cpu.install import TINY
+from lightx2v_cpu.install import COUNTS, TINY
 
 #: Sizes of the tiny models; the denoiser's are in its folder's ``config.json``.
 TEXT_ENCODER: dict[str, int] = {
@@ -26,6 +26,9 @@ TEXT_ENCODER: dict[str, int] = {
     "decoder_layers": 2,
 }
 VAE: dict[str, int] = {"dim": 8, "num_res_blocks": 1}
+_ENCODERS = "lightx2v.models.input_encoders.hf"
+_T5 = f"{_ENCODERS}.wan.t5.model"
+_QWEN = f"{_ENCODERS}.qwen25.qwen25_vlforconditionalgeneration"
 
 
 def register() -> None:
@@ -39,8 +42,11 @@ def register() -> None:
     mended: dict[str, Callable[[Any], None]] = {
         "lightx2v.models.networks.base_model": _weights_where_they_are_used,
     }
+    if os.environ.get(COUNTS):
+        mended[_T5] = functools.partial(_counting, "T5EncoderModel")
+        mended[_QWEN] = functools.partial(_counting, "Qwen25_VLForConditionalGeneration_TextEncoder")
     if os.environ.get(TINY) == "1":
-        mended["lightx2v.models.input_encoders.hf.wan.t5.model"] = _tiny_text_encoder
+        mended[_T5] = _both(_tiny_text_encoder, mended.get(_T5))
         mended["lightx2v.models.video_encoders.hf.wan.vae"] = _tiny_vae
     sys.meta_path.insert(0, _AfterImport(mended))
 
@@ -114,3 +120,29 @@ def _tiny_text_encoder(module: Any) -> None:
 
 def _tiny_vae(module: Any) -> None:
     module._video_vae = functools.partial(module._video_vae, **VAE)
+
+
+def _both(first: Callable[[Any], None], second: Callable[[Any], None] | None) -> Callable[[Any], None]:
+    def mend(module: Any) -> None:
+        first(module)
+        if second is not None:
+            second(module)
+
+    return mend
+
+
+def _counting(name: str, module: Any) -> None:
+    """Write a word to the file that the process was told for each encoder that is loaded and each text encoded."""
+    encoder = getattr(module, name)
+    for method, word in (("__init__", "load"), ("infer", "infer")):
+        setattr(encoder, method, _counted(getattr(encoder, method), word))
+
+
+def _counted(original: Callable[..., Any], word: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with open(os.environ[COUNTS], "a", encoding="utf-8") as counts:
+            counts.write(f"{word}\n")
+        return original(*args, **kwargs)
+
+    return counted
