@@ -176,6 +176,24 @@ def test_the_store_takes_it_all_and_the_one_of_two_that_has_the_job_is_killed(st
     assert "1 of 1 identical to the undivided pipeline, bit for bit" in out
 
 
+def test_repeated_prompts_go_past_encode(start: Callable[..., Demo]) -> None:
+    demo = start("--requests=12", "--store=local", "--json")
+    code, out, err = demo.finish()
+    assert code == 0, err
+    summary = json.loads(out)
+    assert summary["identical"] is True
+    repeats = [one for one in summary["requests"] if one["embeddings"]["past_encode"]]
+    assert [one["request_id"] for one in repeats] == ["r11", "r12"]
+    for one in repeats:
+        assert one["embeddings"]["misses"] == 0
+        assert set(one["stages"]) == {"denoise", "decode"}
+    # 10 prompts and 3 negative prompts, the empty one among them; each is encoded once.
+    assert summary["embeddings"] == {"hits": 11, "misses": 13}
+    assert summary["paths"]["cache"] == 2
+    assert (demo.output / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert demo.survivors() == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_when_the_demo_ends_early(start: Callable[..., Demo], number: signal.Signals) -> None:
     demo = start("--requests=2")

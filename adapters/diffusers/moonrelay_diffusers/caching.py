@@ -30,13 +30,16 @@ def encode_with(
 
     def embed(text: Text) -> Embeds:
         before = cache.counters()
+        key = runner.key(text)
         tree = cache.get_or_encode(
-            runner.key(text),
+            key,
             lambda: runner.embed(text.text, max_sequence_length=text.max_length),
             request_id=work.job.request_id,
         )
         after = cache.counters()
         found = "memory" if after.hits_memory > before.hits_memory else "store"
+        if found == "memory" and cache.shares and not cache.holds([key]):
+            cache.put(key, tree)  # forgotten there, and still asked for: others, and requests past encode, need it
         trace.embedding(text.role, "encoded" if after.encodes > before.encodes else found)
         return tree  # type: ignore[return-value]  # what `embed` of the runner gave, here or elsewhere
 

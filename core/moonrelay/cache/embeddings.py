@@ -267,6 +267,11 @@ class EmbeddingCache:
             self._store_fails(exc, None)
             return False
 
+    @property
+    def shares(self) -> bool:
+        """Whether there is a shared tier that serves now."""
+        return self._serving() is not None
+
     def put(self, key: CacheKey | None, tree: object, *, request_id: str | None = None) -> bool:
         """Keep a tree that was encoded elsewhere; a snapshot.
 
