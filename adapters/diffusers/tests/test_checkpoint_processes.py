@@ -60,10 +60,15 @@ class House:
             observers=[self.events.append] if stage == "denoise" else [],
         )
 
-    def submit(self, request_id: str, **more: Any) -> None:
+    def submit(self, request_id: str, priority: Any = None, **more: Any) -> None:
         request = self.models.request("wan2.1", num_inference_steps=STEPS)
         self.queue.submit(
-            StageTask(request_id=request_id, stage="encode", payload={"request": request.to_payload(), **more})
+            StageTask(
+                request_id=request_id,
+                stage="encode",
+                payload={"request": request.to_payload(), **more},
+                priority=priority,
+            )
         )
         self.do("encode")
 
@@ -85,17 +90,22 @@ class House:
         assert job is not None, f"no job came to {stage}"
         StageLoop(self.queue, self.connectors[stage], program).do(job)
 
-    def start(self, hold_after: int) -> None:
-        """Start the worker that holds its first job after so many steps."""
+    def start(self, hold_after: int, *more: str) -> None:
+        """Start the worker that holds its first job after so many steps, until it is told to go on."""
         command = [
             *(sys.executable, "-m", "moonrelay.cli.main", "worker", "denoise", f"--model={self.model}"),
             *(f"--queue={self.queue.url}", "--engine=shm", f"--store={self.store}", "--queue-lease-s=2"),
             *("--pool-bytes=8388608", "--claim-ttl-s=1", f"--checkpoint-every={EVERY}", "--threads=1"),
-            f"--hold-at={(hold_after - 0.5) / STEPS}",
+            *(f"--hold-at={(hold_after - 0.5) / STEPS}", "--parent-fd=0", *more),
         ]
         with (self.root / "worker.log").open("wb") as log:
             self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env=child_environment({})
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=child_environment({}),
             )
         assert self.line()["event"] == "ready"
 
@@ -119,6 +129,18 @@ class House:
             return any(view.request_id == request_id and view.note == "held" for view in self.queue.requests())
 
         self.until(held, "the worker to hold")
+
+    def go_on(self) -> None:
+        """Let the held job go on."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self.process.stdin.write("go on\n")
+        self.process.stdin.flush()
+
+    def kinds(self, request_id: str, stage: str = "denoise") -> list[str]:
+        """Return what the queue says of a request's stage."""
+        told = (event for event in self.queue.events(limit=10_000) if event.request_id == request_id)
+        return [event.kind for event in told if event.stage == stage and event.kind != "progress"]
 
     def whole(self) -> set[int]:
         """Return the steps of the checkpoints that are whole."""
@@ -147,7 +169,10 @@ class House:
             if self.process.poll() is None:
                 self.kill()
             assert self.process.stdout is not None
+            assert self.process.stdin is not None
             self.process.stdout.close()
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
         for worker in self.workers.values():
             worker.close()
         self.checkpointer.close()
@@ -213,6 +238,45 @@ def test_a_worker_that_is_drained_leaves_its_job_to_another(house: House, unbrok
     assert (entry["resumed_step"], entry["steps_redone"]) == (3, 0)
     assert house.checkpointer.wait_idle(30)
     assert house.keys() == []
+
+
+def test_an_interactive_job_overtakes_a_batch_job_on_one_worker(house: House, unbroken: str) -> None:
+    house.start(3, "--preempt", "--preempt-least-s=0", "--tell-checkpoints")
+    house.submit("b1", "batch")
+    house.until_held("b1")
+    house.submit("i1", "interactive")
+    # The held worker computes nothing: it is the heartbeat by which it hears.
+    house.until(lambda: "asked_to_yield" in house.kinds("b1"), "the job to be asked")
+    house.go_on()
+    results = {}
+    for name in ("i1", "b1"):
+        house.until(lambda: house.queue.stats().stages["decode"].queued > 0, "a result")
+        if name == "i1":
+            assert house.kinds("b1")[-1] != "completed"
+        results[name] = house.result(name)
+        assert results[name]["digest"] == unbroken
+    assert house.kinds("b1") == ["claimed", "asked_to_yield", "preempted", "claimed", "completed"]
+    assert house.kinds("i1") == ["claimed", "completed"]
+    entry = house.denoised(results["b1"])
+    assert (entry["attempt"], entry["resumed_step"], entry["steps_redone"]) == (2, 3, 0)
+    assert house.process is not None
+    assert house.process.stdout is not None
+    house.process.send_signal(signal.SIGTERM)
+    said = [json.loads(line) for line in house.process.stdout]
+    told = [(line["event"], line["step"]) for line in said if line.get("request_id") == "b1"]
+    assert told[:3] == [("checkpoint_saved", 2), ("checkpoint_saved", 3), ("checkpoint_resumed", 3)]
+    assert (said[-1]["event"], said[-1]["left"], said[-1]["completed"]) == ("ended", 1, 2)
+
+
+def test_a_batch_job_is_not_left_where_preemption_is_off(house: House, unbroken: str) -> None:
+    house.start(3)
+    house.submit("b1", "batch")
+    house.until_held("b1")
+    house.submit("i1", "interactive")
+    house.go_on()
+    house.until(lambda: house.queue.stats().stages["decode"].queued > 0, "a result")
+    assert house.result("b1")["digest"] == unbroken
+    assert house.kinds("b1") == ["claimed", "completed"]
 
 
 @pytest.mark.parametrize("end", ["cancelled", "dead"])

@@ -77,7 +77,7 @@ class _HeldWork(Work):
     _reached: Callable[[Work, float], None]
 
     def __init__(self, work: Work, reached: Callable[[Work, float], None]) -> None:
-        super().__init__(work.job, work.connector, work.claim, work.leaving)
+        super().__init__(work.job, work.connector, work.claim, work.leaving, work._yielding)  # noqa: SLF001 - its own kind
         object.__setattr__(self, "_reached", reached)
 
     def report(self, done: int, total: int, note: str = "") -> None:

@@ -23,16 +23,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast
 import typer
 
 from moonrelay.cli.embeddings import DEFAULT, cache_bytes, give_cache
+from moonrelay.cli.features import feature_bytes, give_features
 from moonrelay.cli.hold import HoldingProgram
 from moonrelay.cli.lifeline import Lifeline
 from moonrelay.clock import Clock, SystemClock
 from moonrelay.config import from_environment
 from moonrelay.errors import ConfigError, MoonrelayError, PluginError
 from moonrelay.plugins import ADAPTERS, Registry
+from moonrelay.queueing.precedence import INTERACTIVE_FIRST
 from moonrelay.queueing.states import ENDED
 
 if TYPE_CHECKING:
     from moonrelay.cache.checkpoint import Checkpointer
+    from moonrelay.events import Event
     from moonrelay.orchestrator import StageLoop, StageProgram
     from moonrelay.queueing.base import StageQueue
     from moonrelay.queueing.task import Plain
@@ -42,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 #: How long an orphaned worker may take to end in order, in seconds.
 ORPHAN_GRACE_S = 5.0
+#: Events that ``--tell-checkpoints`` prints.
+TOLD = frozenset({"checkpoint_saved", "checkpoint_resumed", "checkpoint_refused"})
 #: Pause between two looks for requests that have ended, in seconds.
 SWEEP_S = 5.0
 
@@ -137,6 +142,18 @@ def worker(
     checkpoint_ttl_s: Annotated[
         float, typer.Option(help="A checkpoint that nobody removed goes after these seconds.")
     ] = 3600.0,
+    preempt: Annotated[
+        bool | None,
+        typer.Option(
+            "--preempt/--no-preempt",
+            help="Leave a batch job at a step for a waiting interactive one and go on with it later; needs "
+            "--checkpoint-every; or MOONRELAY_QUEUE_PREEMPT, which says which classes.",
+            show_default="no",
+        ),
+    ] = None,
+    preempt_least_s: Annotated[
+        float | None, typer.Option(min=0, help="With --preempt: not a job that ends sooner.", show_default="2")
+    ] = None,
     embedding_cache: Annotated[
         str | None,
         typer.Option(
@@ -145,6 +162,24 @@ def worker(
             show_default=DEFAULT,
         ),
     ] = None,
+    feature_cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Bound of the features of prompts that denoise keeps on its device, e.g. 2GiB, or off; exact.",
+            show_default="off",
+        ),
+    ] = None,
+    approximate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --feature-cache: allow what changes results. unconditional_prediction: take the negative "
+            "prompt's predictions from another request.",
+            show_default="nothing",
+        ),
+    ] = None,
+    tell_checkpoints: Annotated[
+        bool, typer.Option("--tell-checkpoints", help="For supervisors: a JSON line for each checkpoint, too.")
+    ] = False,
     grace_s: Annotated[
         float, typer.Option(min=0, help="After SIGTERM, how long the job under way may take before it is given back.")
     ] = 30.0,
@@ -159,6 +194,8 @@ def worker(
     ] = None,
 ) -> None:
     """Run one worker of a stage until it is told to stop.
+
+    With --preempt, a batch job makes way at a step for a waiting interactive one, and goes on from there afterwards.
 
     Prints one JSON line when it is ready and one at its end. SIGTERM lets the job under way finish (a second one, or
     --grace-s, gives it back) and exits with 0; with --checkpoint-every, the job is left at the next step, its state
@@ -179,11 +216,13 @@ def worker(
         message = "no queue: give --queue, e.g. sqlite:////run/moonrelay.db, or set MOONRELAY_QUEUE_URL"
         raise ConfigError(message, field="queue")
     bound = cache_bytes(embedding_cache)
+    feature_bound = feature_bytes(feature_cache, approximate)
+    settings = _queue_settings(queue_lease_s) | _preemption(preempt, preempt_least_s, checkpoint_every)
     host = load_adapter(adapter)
     with ExitStack() as stack:
         # A second of collecting what a framework's import made, at the very end, frees nothing that the exit does not.
         stack.callback(gc.freeze)
-        connection = stack.enter_context(StageQueue.connect(queue_url, config=_queue_settings(queue_lease_s)))
+        connection = stack.enter_context(StageQueue.connect(queue_url, config=settings))
         connection.pipeline[stage]  # refuses an unknown stage before the model is loaded
         connector = stack.enter_context(
             DiffusionConnector(
@@ -209,6 +248,8 @@ def worker(
         numerics = dict(host.prepare(threads))
         # Now rather than within the first job, which would fail for what is this worker's fault.
         connector.start()
+        if tell_checkpoints:
+            stack.callback(connector.events.subscribe(_tell))
         keeper = None
         if checkpoint_every:
             keeper = stack.enter_context(
@@ -225,6 +266,7 @@ def worker(
             **_checkpointing(host, adapter, keeper),
         )
         cache = give_cache(program, connector, bound, stack)
+        features = give_features(program, connector, feature_bound, approximate, stack)
         if hold_at is not None:
             program = HoldingProgram(
                 program, hold_at, lambda: shutdown.asked or (lifeline is not None and lifeline.go_on.is_set())
@@ -252,6 +294,8 @@ def worker(
         with shutdown.of(loop):
             loop.run()
         cached = {} if cache is None else {"embedding_cache": asdict(cache.counters())}
+        if features is not None:
+            cached["feature_cache"] = asdict(features.counters())
     counts = loop.counts
     left = {} if keeper is None else {"left": counts.left}
     _say(
@@ -397,7 +441,31 @@ def _checkpointing(host: WorkerAdapter, adapter: str, keeper: Checkpointer | Non
     return {"checkpointer": keeper}
 
 
-def _queue_settings(lease_s: float | None) -> dict[str, float]:
+def _preemption(asked: bool | None, least_s: float | None, checkpoint_every: int) -> dict[str, str | float]:
+    """Return the queue's settings of preemption, as far as they were given here.
+
+    Raises:
+        ConfigError: It was asked for, and without checkpoints no job can be left.
+    """
+    there = from_environment("QUEUE_PREEMPT")
+    if asked and not checkpoint_every:
+        message = "--preempt: a job can be left only where its state is saved; give --checkpoint-every, e.g. 5"
+        raise ConfigError(message, field="preempt")
+    if there and asked is None and not checkpoint_every:
+        logger.warning("MOONRELAY_QUEUE_PREEMPT=%s: nothing is preempted here without --checkpoint-every", there)
+    given: dict[str, str | float] = {} if least_s is None else {"preempt_least_s": least_s}
+    if asked is not None:
+        given["preempt"] = (there or INTERACTIVE_FIRST) if asked else ""
+    return given
+
+
+def _tell(event: Event) -> None:
+    """Print what a display wants to know of checkpoints."""
+    if event.name in TOLD:
+        _say(event.name, **{key: value for key, value in event.fields().items() if key != "name"})
+
+
+def _queue_settings(lease_s: float | None) -> dict[str, str | float]:
     return {} if lease_s is None else {"lease_s": lease_s, "renew_s": lease_s / 4}
 
 
