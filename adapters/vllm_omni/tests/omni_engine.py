@@ -25,8 +25,8 @@ UNDIVIDED = {
     "moonrelay_test_qwen_image": ("QwenImagePipeline", "image"),
     "moonrelay_test_wan": ("WanPipeline", "video"),
 }
-#: What tests paint, by family and by name: with and without a negative prompt, and as bare text, for which the host by
-#: itself would not look for a payload.
+#: What tests paint, by family and by name: with and without a negative prompt, as bare text, for which the host by
+#: itself would not look for a payload, and of two prompts that were painted apart before.
 SIZES: dict[str, dict[str, int]] = {
     "qwen_image": {"seed": 3, "height": 64, "width": 64, "num_inference_steps": 4},
     "wan": {"seed": 3, "height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 3},
@@ -35,6 +35,7 @@ PROMPTS: dict[str, Any] = {
     "guided": {"prompt": "a fox in the snow", "negative_prompt": "blurry"},
     "plain": {"prompt": "a fox in the snow"},
     "text": "a lighthouse at night",
+    "shared": {"prompt": "a lighthouse at night", "negative_prompt": "blurry"},
 }
 START_TIMEOUT_S = 420.0
 #: What every stage of a deploy YAML needs besides on a CPU.

@@ -321,7 +321,10 @@ def test_unknown_weights_leave_the_pipeline_as_it_was(caplog: pytest.LogCaptureF
     ("settings", "field"),
     [
         ("text", "moonrelay"),
-        ({}, "condition_hook"),
+        ({}, "embedding_cache"),
+        ({"embedding_cache": "yes"}, "embedding_cache"),
+        ({"embedding_cache": {"byte": 1}}, "byte"),
+        ({"embedding_cache": True, "condition_hook": "os:getpid"}, "embedding_cache"),
         ({"condition_hook": ""}, "condition_hook"),
         ({"condition_hook": "no.such.module:make"}, "condition_hook"),
         ({"condition_hook": "os:no_such_name"}, "condition_hook"),

@@ -106,7 +106,7 @@ def test_what_a_condition_hook_remembers_paints_the_same(undivided: Undivided, e
     before = notes.read_text().splitlines()
     compare(engine, "qwen_image", whole, 3)
     asked = notes.read_text().splitlines()[len(before) :]
-    texts = ["a fox in the snow", "blurry", "a fox in the snow", "a lighthouse at night"]
+    texts = ["a fox in the snow", "blurry", "a fox in the snow", *["a lighthouse at night"] * 2, "blurry"]
     assert asked == [f"hit {text}" for text in texts]
     assert {f"miss {text}" for text in texts} <= set(before)
 

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from moonrelay.connector import caching
+from moonrelay.connector.caching import CacheChoice
 from moonrelay_vllm_omni import config, plugin
 from moonrelay_vllm_omni.pipelines import conditioning, registration
 from moonrelay_vllm_omni.serve.__main__ import parse
@@ -128,12 +130,21 @@ def test_an_example_is_wired_and_its_settings_are_taken(file: Path) -> None:
 
 
 def test_what_the_page_says_to_put_into_a_yaml_is_taken(page: str) -> None:
-    switch, hook = (yaml.safe_load(text) for text in blocks(page, "yaml"))
+    switch, cache, hook = (yaml.safe_load(text) for text in blocks(page, "yaml"))
     assert wired(switch) == 1
     config.parse(switch["connectors"]["mr"]["extra"])
     (between,) = re.findall(r"`(extra: \{.*?\})`", page)
     assert config.parse(yaml.safe_load(between)["extra"]).store.url == "mooncake://10.0.0.1:50051"
-    assert conditioning._checked(hook[0]["model_config"][conditioning.SETTINGS])
+    asked = [conditioning._checked(one[0]["model_config"][conditioning.SETTINGS]) for one in (cache, hook)]
+    assert [one[conditioning.CACHE] for one in asked] == [CacheChoice(), None]
+    assert [one[conditioning.HOOK] for one in asked] == [None, "my_cache:make"]
+
+
+def test_the_table_of_the_cache_has_every_key(page: str) -> None:
+    section = page.split("## Remember", 1)[1].split("\n## ", 1)[0]
+    found = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", section, re.MULTILINE))
+    assert sorted(found) == sorted(caching._KEYS)
+    assert found["bytes"] == shown("pool_bytes", CacheChoice().capacity_bytes)
 
 
 def test_every_command_of_the_page_is_one(page: str) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from typing import Any, Final
+
+from moonrelay_vllm_omni import plugin
 
 #: Parts of a condition that an encode stage sends empty where there is nothing to avoid.
 NEGATIVE: Final = ("negative_prompt_embeds", "negative_prompt_embeds_mask")
 #: Tokens of the made-up condition that a denoise stage warms up with.
 WARM_UP_TOKENS: Final = 64
+#: What tokenizes and encodes beside the host and torch.
+_LIBRARIES: Final = ("transformers", "tokenizers")
 
 
 def whole_requests_only(od_config: object, stage: str) -> None:
@@ -33,6 +38,29 @@ def keep_only(pipeline: Any, models: Iterable[str], keeps: Sequence[str]) -> Non
 def already_loaded(pipeline: Any) -> set[str]:
     """Return the names of all parameters, for the host's loader, where the constructor has read them."""
     return {name for name, _ in pipeline.named_parameters()}
+
+
+def computed_by(pipeline: Any) -> dict[str, object]:
+    """Return what decides the bits of a text encoder's result besides its weights and what it is given."""
+    import torch
+
+    encoder = pipeline.text_encoder
+    device = torch.device(pipeline.device)
+    if device.type == "cuda":
+        unit: object = torch.cuda.get_device_name(device)
+    else:  # what decides a sum's order
+        unit = [device.type, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    return {
+        "host": plugin.host_version(),
+        "torch": str(torch.__version__),
+        "libraries": {name: version(name) for name in _LIBRARIES},
+        "unit": unit,
+        "precision": torch.get_float32_matmul_precision(),
+        "encoder": type(encoder).__qualname__,
+        "attention": str(getattr(encoder.config, "_attn_implementation", None)),
+        "training": encoder.training,
+        "weights": encoder.dtype,
+    }
 
 
 def handed_over(**payload: Any) -> Any:

@@ -1,9 +1,10 @@
 """The seam round ``encode_prompt`` of stages that have a text encoder: where a cache of embeddings is put in.
 
 Owns the key: everything that decides the bytes, and nothing else. Where that is not known completely there is no key,
-and then no hook is asked: never a guess. Keeps nothing itself, and without a hook changes nothing. The hook is named in
-a stage of the deploy YAML, as ``model_config: {moonrelay: {condition_hook: "package.module:make"}}``; what that makes,
-called without arguments, is called with a `ConditionKey` and a function that encodes, and returns the embeddings.
+and then nobody is asked: never a guess. Keeps nothing itself, and without a setting changes nothing. In a stage of the
+deploy YAML, ``model_config: {moonrelay: {embedding_cache: true}}`` asks `moonrelay_vllm_omni.pipelines.embeddings`, and
+``{condition_hook: "package.module:make"}`` one's own: what that makes, called without arguments, is called with a
+`ConditionKey` and a function that encodes, and returns the embeddings.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from moonrelay.cache.files import FileDigests
 from moonrelay.cache.keys import IncompleteKey, canonical, digest_of
+from moonrelay.connector.caching import CacheChoice
 from moonrelay.errors import ConfigError
+from moonrelay_vllm_omni.pipelines.embeddings import StageCache
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +31,7 @@ logger = logging.getLogger(__name__)
 #: ``custom_pipeline_args`` in the orchestrator's own process.)
 SETTINGS: Final = "moonrelay"
 HOOK: Final = "condition_hook"
+CACHE: Final = "embedding_cache"
 ENCODER: Final = "encoder"
 REVISION: Final = "encoder_revision"
 
@@ -36,6 +42,8 @@ _TEXTS: Final = ("prompt", "negative_prompt")
 #: Where the result lies decides none of its bytes.
 _NO_MATTER: Final = ("device",)
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+#: Of a model's folder, what decides what a text becomes.
+_FOLDERS: Final = ("text_encoder", "tokenizer")
 #: A folder of the hub's cache.
 _SNAPSHOT: Final = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<revision>[0-9a-f]{40})/?$")
 
@@ -69,35 +77,55 @@ class ConditionKey:
 Hook: TypeAlias = Callable[[ConditionKey, Callable[[], object]], object]
 
 
-def install_from(od_config: Any, pipeline: Any, made_by: Mapping[str, object]) -> None:
-    """Put the hook that a stage's configuration names round a pipeline's ``encode_prompt``; none is named as a rule.
+def install_from(od_config: Any, pipeline: Any, made_by: Mapping[str, object]) -> bool:
+    """Put what a stage's configuration asks for round a pipeline's ``encode_prompt``: its cache, or a hook.
 
     Args:
         od_config: The host's, of one stage.
         pipeline: Changed in place.
         made_by: See `ConditionKey`.
 
+    Returns:
+        Whether it is there; by default nothing is asked for.
+
     Raises:
-        ConfigError: A setting is unknown, or the hook cannot be made.
+        ConfigError: A setting is unknown or wrong, cache and hook are both asked for, or the hook cannot be made.
+
+    Blocks: while the encoder's files are read, where nothing else says which weights they hold.
     """
     given = (getattr(od_config, "model_config", None) or {}).get(SETTINGS)
     if given is None:
-        return
+        return False
     settings = _checked(given)
-    identity = identity_of(od_config, settings)
+    choice, path = settings[CACHE], settings[HOOK]
+    if choice is None and path is None:
+        return False
+    what = f"{'condition hook' if path else 'embedding cache'} for {type(pipeline).__name__}"
+    if _ranks(od_config) > 1:
+        logger.warning("no %s: it has several ranks, and they must encode in step", what)
+        return False
+    identity = identity_of(od_config, settings, pipeline)
     if identity is None:
         logger.warning(
-            "no condition hook for %s: which weights its encoder has is not known; set %s, and load it without "
-            "quantization and lora_path",
-            type(pipeline).__name__,
+            "no %s: which weights its encoder has is not known; set %s, and load it without quantization and lora_path",
+            what,
             REVISION,
         )
-        return
-    install(pipeline, _made(settings[HOOK]), encoder=identity[0], revision=identity[1], made_by=made_by)
+        return False
+    hook: Hook = StageCache(choice, od_config, pipeline) if path is None else _made(path)
+    install(pipeline, hook, encoder=identity[0], revision=identity[1], made_by=made_by, own=path is None)
+    logger.info("%s: what %s@%s makes is remembered", what, *identity)
+    return True
 
 
 def install(
-    pipeline: Any, hook: Hook | None, *, encoder: str, revision: str, made_by: Mapping[str, object] | None = None
+    pipeline: Any,
+    hook: Hook | None,
+    *,
+    encoder: str,
+    revision: str,
+    made_by: Mapping[str, object] | None = None,
+    own: bool = False,
 ) -> None:
     """Put a hook round a pipeline's ``encode_prompt``.
 
@@ -110,6 +138,8 @@ def install(
         encoder: See `ConditionKey`, and so the next two.
         revision: Of the encoder's weights.
         made_by: What of the pipeline decides more.
+        own: Whether what the hook returns is nobody else's, and on the pipeline's device, so that it need not be
+            copied.
 
     Raises:
         ConfigError: Encoder or revision is empty: every two models would share what they make.
@@ -136,7 +166,8 @@ def install(
         key = key_of(encoder, revision, made_by or {}, bound.arguments)
         if key is None:
             return encode()
-        return _own(hook(key, encode), getattr(pipeline, "device", None))
+        found = hook(key, encode)
+        return found if own else _own(found, getattr(pipeline, "device", None))
 
     setattr(pipeline, _METHOD, encode_prompt)
 
@@ -168,14 +199,19 @@ def key_of(
     return ConditionKey(encoder=encoder, revision=revision, made_by=made, arguments=named, digest=digest)
 
 
-def identity_of(od_config: Any, settings: Mapping[str, str]) -> tuple[str, str] | None:
+def identity_of(od_config: Any, settings: Mapping[str, Any], pipeline: Any = None) -> tuple[str, str] | None:
     """Return the name and the weights' revision of a stage's encoder; ``None`` where they are not known for certain.
 
-    A revision is known where the settings say it, where the host was given a commit, and in the hub's own cache.
+    A revision is known where the settings say it, where the host was given a commit, in the hub's own cache, and in a
+    folder, where it is a digest of the files: then the encoder is named by its class, so that the folder's place does
+    not matter.
 
     Args:
         od_config: The host's, of one stage.
         settings: Ours, of that stage.
+        pipeline: As it was loaded.
+
+    Blocks: while the files of a folder are read.
     """
     if getattr(od_config, "quantization_config", None) is not None or getattr(od_config, "lora_path", None):
         return None  # the weights are not those of the revision
@@ -186,14 +222,21 @@ def identity_of(od_config: Any, settings: Mapping[str, str]) -> tuple[str, str] 
     known = settings.get(REVISION) or (snapshot["revision"] if snapshot else None)
     if known is None and _COMMIT.fullmatch(revision):
         known = revision
+    loaded = getattr(pipeline, "text_encoder", None)
+    if known is None and model and loaded is not None:
+        if Path(model).is_dir():
+            encoder, known = settings.get(ENCODER) or type(loaded).__qualname__, _content(Path(model))
+        else:
+            known = _commit(loaded)
     return (encoder, known) if encoder and known else None
 
 
 # -- inside -----------------------------------------------------------------------------------------------------------
 
 
-def _checked(given: object) -> Mapping[str, str]:
-    known = (HOOK, ENCODER, REVISION)
+def _checked(given: object) -> Mapping[str, Any]:
+    """Return all settings, with a `CacheChoice` or nothing for the cache, and nothing for those that are not given."""
+    known = (CACHE, HOOK, ENCODER, REVISION)
     if not isinstance(given, Mapping):
         message = f"model_config[{SETTINGS!r}] is no mapping; its keys are {', '.join(known)}"
         raise ConfigError(message, field=SETTINGS)
@@ -201,13 +244,36 @@ def _checked(given: object) -> Mapping[str, str]:
         if name not in known:
             message = f"{name!r} is no setting of a stage; use {', '.join(known)}"
             raise ConfigError(message, field=str(name))
-        if not isinstance(value, str) or not value:
+        if name != CACHE and (not isinstance(value, str) or not value):
             message = f"{name}={value!r} is no text"
             raise ConfigError(message, field=str(name))
-    if HOOK not in given:
-        message = f"{HOOK} is missing; give 'package.module:make', or leave {SETTINGS!r} out"
-        raise ConfigError(message, field=HOOK)
-    return dict(given)
+    if HOOK not in given and CACHE not in given:
+        message = f"{CACHE} is missing; give true, {HOOK} instead, or leave {SETTINGS!r} out"
+        raise ConfigError(message, field=CACHE)
+    choice = CacheChoice.parse(given.get(CACHE))
+    if choice is not None and HOOK in given:
+        message = f"{CACHE} and {HOOK} are both given, and only one can be asked; leave one out"
+        raise ConfigError(message, field=CACHE)
+    return {**dict.fromkeys(known), **given, CACHE: choice}
+
+
+def _ranks(od_config: Any) -> int:
+    parallel = getattr(od_config, "parallel_config", None)
+    counts = (getattr(od_config, "num_gpus", None), getattr(parallel, "world_size", None))
+    return max([count for count in counts if isinstance(count, int)], default=1)
+
+
+def _content(model: Path) -> str | None:
+    """Return a digest of what a model's folder has for its text encoder; ``None`` where a part is missing."""
+    digests = FileDigests()
+    found = [digests.of(model / name) for name in _FOLDERS]
+    return None if None in found else digest_of("moonrelay.encoder/1", *found)
+
+
+def _commit(loaded: Any) -> str | None:
+    """Return from which commit of the hub a module was loaded, as its library noted."""
+    noted = getattr(getattr(loaded, "config", None), "_commit_hash", None)
+    return noted if isinstance(noted, str) and _COMMIT.fullmatch(noted) else None
 
 
 def _made(path: str) -> Hook:

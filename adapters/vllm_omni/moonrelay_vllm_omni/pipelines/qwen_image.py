@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, ClassVar, Final
 
-from moonrelay_vllm_omni import plugin
 from moonrelay_vllm_omni.pipelines.common import (
     NEGATIVE,
     WARM_UP_TOKENS,
     additional_information,
     already_loaded,
+    computed_by,
     drop_empty_negative,
     handed_over,
     keep_only,
@@ -79,12 +79,11 @@ def classes() -> Mapping[str, type[Any]]:
         def made_by(self) -> dict[str, object]:
             """Return what decides a condition's bytes besides the encoder's weights and the call."""
             return {
+                **computed_by(self),
                 "pipeline": QwenImagePipeline.__qualname__,
-                "host": plugin.host_version(),
                 "template": self.prompt_template_encode,
                 "template_start": self.prompt_template_encode_start_idx,
                 "tokens": self.tokenizer_max_length,
-                "weights": self.text_encoder.dtype,
             }
 
         def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:

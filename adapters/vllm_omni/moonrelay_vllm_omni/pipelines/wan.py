@@ -8,16 +8,16 @@ made on the first look-up of their names, since their base is the host's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from functools import cache, wraps
 from types import SimpleNamespace
 from typing import Any, ClassVar, Final
 
-from moonrelay_vllm_omni import plugin
 from moonrelay_vllm_omni.pipelines.common import (
     NEGATIVE,
     WARM_UP_TOKENS,
     additional_information,
     already_loaded,
+    computed_by,
     drop_empty_negative,
     handed_over,
     keep_only,
@@ -54,6 +54,36 @@ def post_process(od_config: object) -> Callable[..., Any]:
     return made
 
 
+def encode_each_alone(pipeline: Any) -> None:
+    """Have a pipeline encode its two prompts in a call each, so that each is remembered by itself.
+
+    The host's method runs its encoder once for each anyway, and treats both alike: what comes of it is the same.
+
+    Args:
+        pipeline: Changed in place, after what remembers was put round its ``encode_prompt``.
+    """
+    encode = pipeline.encode_prompt
+
+    @wraps(encode)
+    def encode_prompt(
+        prompt: Any,
+        negative_prompt: Any = None,
+        do_classifier_free_guidance: bool = True,
+        *more: Any,
+        **named: Any,
+    ) -> tuple[Any, Any]:
+        embeds, _ = encode(prompt, None, False, *more, **named)
+        if not do_classifier_free_guidance:
+            return embeds, None
+        negative = negative_prompt or ""
+        if isinstance(negative, str):
+            negative = [negative] * (1 if isinstance(prompt, str) else len(prompt))
+        negative_embeds, _ = encode(negative, None, False, *more, **named)
+        return embeds, negative_embeds
+
+    pipeline.encode_prompt = encode_prompt
+
+
 @cache
 def classes() -> Mapping[str, type[Any]]:
     """Return the stages' classes by name; the same ones every time. Imports the host's diffusion engine."""
@@ -76,16 +106,12 @@ def classes() -> Mapping[str, type[Any]]:
             transformer = self.transformer if self.transformer is not None else self.transformer_2
             self.condition_dtype = transformer.dtype
             keep_only(self, _MODELS, self.keeps)
-            if "text_encoder" in self.keeps:
-                install_from(od_config, self, self.made_by())
+            if "text_encoder" in self.keeps and install_from(od_config, self, self.made_by()):
+                encode_each_alone(self)
 
         def made_by(self) -> dict[str, object]:
             """Return what decides a condition's bytes besides the encoder's weights and the call."""
-            return {
-                "pipeline": Wan22Pipeline.__qualname__,
-                "host": plugin.host_version(),
-                "weights": self.text_encoder.dtype,
-            }
+            return {**computed_by(self), "pipeline": Wan22Pipeline.__qualname__}
 
         def load_weights(self, weights: Iterable[tuple[str, Any]]) -> set[str]:
             if "transformer" in self.keeps:

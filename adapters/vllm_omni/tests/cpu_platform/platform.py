@@ -6,6 +6,10 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
+from cpu_platform import counts
+
+counts.register()
+
 #: Told to the host, which sizes nothing by it on this path.
 _FREE_BYTES = 8 << 30
 _TOTAL_BYTES = 16 << 30
