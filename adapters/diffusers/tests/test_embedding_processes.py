@@ -17,7 +17,10 @@ from moonrelay.orchestrator import shortcut
 from moonrelay.queueing import StageQueue, StageTask
 from moonrelay_diffusers.embeddings import EncodeShortcut
 
-pytestmark = [pytest.mark.model, pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("same_bits")]
+pytestmark = [
+    *(pytest.mark.model, pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(400)),
+    pytest.mark.usefixtures("same_bits"),
+]
 
 TIMEOUT_S = 120.0
 
