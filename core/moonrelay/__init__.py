@@ -4,6 +4,7 @@ The public names. Importing this package loads neither torch nor mooncake.
 """
 
 from moonrelay.cache.embeddings import EmbeddingCache
+from moonrelay.cache.features import FeatureCache
 from moonrelay.cache.keys import EmbeddingKey
 from moonrelay.config import ControlConfig, StoreConfig, TransferConfig
 from moonrelay.connector import DiffusionConnector, PayloadClaim, Publication, PublicationState
@@ -54,6 +55,7 @@ __all__ = [
     "EmbeddingCache",
     "EmbeddingKey",
     "Event",
+    "FeatureCache",
     "IntegrityError",
     "LeaseExpired",
     "LeaseHeld",

@@ -39,6 +39,7 @@ EventName = Literal[
     "cache_stored",
     "cache_evicted",
     "cache_trouble",
+    "cache_approximated",
     "checkpoint_saved",
     "checkpoint_skipped",
     "checkpoint_resumed",
@@ -70,6 +71,7 @@ _LEVELS: Final[Mapping[str, int]] = MappingProxyType(
         "cache_stored": logging.DEBUG,
         "cache_evicted": logging.DEBUG,
         "cache_trouble": logging.WARNING,
+        "cache_approximated": logging.INFO,
         "checkpoint_saved": logging.DEBUG,
         "checkpoint_skipped": logging.INFO,
         "checkpoint_resumed": logging.INFO,
@@ -203,6 +205,10 @@ class ObserverSpec:
     @_hookspec
     def moonrelay_cache_trouble(self, event: Event) -> None:
         """An entry was damaged or foreign, or the store did not serve; the request went on. ``reason`` is given."""
+
+    @_hookspec
+    def moonrelay_cache_approximated(self, event: Event) -> None:
+        """What was computed for other latents was used in this request's stead, as asked for; ``reason`` names it."""
 
     @_hookspec
     def moonrelay_checkpoint_saved(self, event: Event) -> None:

@@ -56,7 +56,17 @@ _ERRORS: Final = frozenset(
     {"failed", "retried", "fallback", "cache_trouble", "checkpoint_failed", "checkpoint_refused"}
 )
 _MOVES: Final = frozenset(
-    {"published", "staged", "spilled", "delivered", "cache_hit", "cache_stored", "cache_evicted", "checkpoint_saved"},
+    {
+        "published",
+        "staged",
+        "spilled",
+        "delivered",
+        "cache_hit",
+        "cache_stored",
+        "cache_evicted",
+        "cache_approximated",
+        "checkpoint_saved",
+    },
 )
 
 Labels = tuple[tuple[str, str], ...]

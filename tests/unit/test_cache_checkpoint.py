@@ -54,6 +54,7 @@ OTHER: dict[str, object] = {
     "conditioning": "e2",
     "numerics": {"threads": 2, "dtype": "float32"},
     "seed": 8,
+    "approximate": ("unconditional_prediction",),
 }
 
 

@@ -138,6 +138,7 @@ def test_what_is_no_observer_is_refused(observer: object) -> None:
         ("failed", logging.WARNING),
         ("cache_hit", logging.DEBUG),
         ("cache_trouble", logging.WARNING),
+        ("cache_approximated", logging.INFO),
     ],
 )
 def test_log_records_have_a_level_and_the_ids(caplog: pytest.LogCaptureFixture, name: str, level: int) -> None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 #: Fields of an identity by which a run may differ from its checkpoint when its caller says so by name; with the others
 #: different, the state would not even fit.
-OVERRIDABLE: Final = frozenset({"request_id", "model", "loras", "guidance", "conditioning", "numerics", "seed"})
+OVERRIDABLE: Final = frozenset(
+    {"request_id", "model", "loras", "guidance", "conditioning", "numerics", "approximate", "seed"}
+)
 
 #: Longest value shown in a refusal.
 _SHOWN: Final = 120
@@ -51,6 +53,7 @@ class CheckpointIdentity:
         conditioning: Digest of the embeddings and whatever else conditions the run.
         numerics: What of the host decides bits, by name: dtype, attention, threads, versions, device.
         seed: The request's seed.
+        approximate: Names of the approximations that are on, sorted; see `moonrelay.cache.features`.
 
     Raises:
         ConfigError: A field is empty or of the wrong type; ``context['field']`` names it.
@@ -70,6 +73,7 @@ class CheckpointIdentity:
     conditioning: str
     numerics: Mapping[str, Plain]
     seed: int
+    approximate: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for entry in dataclasses.fields(self):
@@ -80,6 +84,8 @@ class CheckpointIdentity:
                 )
             elif entry.name == "latent_shape":
                 ok = isinstance(value, tuple) and all(type(size) is int for size in value)
+            elif entry.name == "approximate":
+                ok = isinstance(value, tuple) and all(type(name) is str for name in value)
             elif entry.name in ("num_steps", "seed"):
                 ok = type(value) is int
             else:
@@ -98,6 +104,7 @@ class CheckpointIdentity:
             value = getattr(self, entry.name)
             plain[entry.name] = dict(value) if isinstance(value, Mapping) else value
         plain["latent_shape"] = list(self.latent_shape)
+        plain["approximate"] = list(self.approximate)
         return plain
 
     def require_same(self, saved: Mapping[str, object], override: Iterable[str] = ()) -> None:

@@ -93,9 +93,9 @@ class EmbeddingKey:
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
-        _check_revision("encoder", self.encoder)
+        check_revision("encoder", self.encoder)
         if self.tokenizer is not None:
-            _check_revision("tokenizer", self.tokenizer)
+            check_revision("tokenizer", self.tokenizer)
         if type(self.role) is not str or not self.role:
             raise _incomplete("role", f"{self.role!r:.40} is no word such as 'positive' or 'negative'")
         prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
@@ -197,17 +197,37 @@ def digest_of(*parts: object) -> str:
     return _digest([canonical(part) for part in parts])
 
 
+def check_revision(name: str, value: object) -> None:
+    """Raise `IncompleteKey` for what is not ``name@revision``; the message calls it ``name``."""
+    known, at, revision = value.rpartition("@") if type(value) is str else ("", "", "")
+    if not known.strip() or not at or not revision.strip():
+        raise _incomplete(name, f"{value!r:.80} does not say whose weights of which revision: give 'name@revision'")
+
+
+def plain_loras(name: str, given: object) -> list[list[object]] | None:
+    """Return LoRAs in one form: pairs of ``adapter@revision`` and scale, in their order; ``None`` for none.
+
+    Raises:
+        IncompleteKey: They are no such mapping; the message calls them ``name``.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise _incomplete(name, f"a {type(given).__qualname__} is no mapping of 'adapter@revision' to scale")
+    pairs: list[list[object]] = []
+    for adapter, scale in given.items():
+        check_revision(name, adapter)
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+            raise _incomplete(name, f"{scale!r:.40} is no scale of {adapter}")
+        pairs.append([adapter, float(scale)])
+    return pairs or None
+
+
 # -- inside -----------------------------------------------------------------------------------------------------------
 
 
 def _incomplete(name: str, why: str) -> IncompleteKey:
     return IncompleteKey(f"{name}: {why}; the key is not complete, and nothing will be cached under it", field=name)
-
-
-def _check_revision(name: str, value: object) -> None:
-    known, at, revision = value.rpartition("@") if type(value) is str else ("", "", "")
-    if not known.strip() or not at or not revision.strip():
-        raise _incomplete(name, f"{value!r:.80} does not say whose weights of which revision: give 'name@revision'")
 
 
 def _params(given: object) -> dict[str, object]:
@@ -226,23 +246,7 @@ def _params(given: object) -> dict[str, object]:
         raise _incomplete("params['dtype']", f"{dtype!r:.40} is no dtype")
     if length is not None and (type(length) is not int or length < 1):
         raise _incomplete("params['max_length']", f"{length!r:.40} is no length")
-    return {**given, "lora": _loras(lora)}
-
-
-def _loras(given: object) -> list[list[object]] | None:
-    if given is None:
-        return None
-    if not isinstance(given, Mapping):
-        raise _incomplete(
-            "params['lora']", f"a {type(given).__qualname__} is no mapping of 'adapter@revision' to scale"
-        )
-    pairs: list[list[object]] = []
-    for adapter, scale in given.items():
-        _check_revision("params['lora']", adapter)
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-            raise _incomplete("params['lora']", f"{scale!r:.40} is no scale of {adapter}")
-        pairs.append([adapter, float(scale)])
-    return pairs or None
+    return {**given, "lora": plain_loras("params['lora']", lora)}
 
 
 def _canonical(value: Any, plain: bool, depth: int) -> Any:

@@ -18,6 +18,7 @@ from moonrelay.queueing.task import Plain, StageTask
 
 if TYPE_CHECKING:
     from moonrelay.cache.embeddings import EmbeddingCache
+    from moonrelay.cache.features import FeatureCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +132,21 @@ class CachesEmbeddings(Protocol):
         """Use a cache from now on; called before the first job. Blocks: while its keys are made ready.
 
         The cache is the worker's to close.
+        """
+        ...
+
+
+@runtime_checkable
+class CachesFeatures(Protocol):
+    """A program that can keep features of prompts; the worker gives it a cache where that is asked for."""
+
+    def use_features(self, cache: FeatureCache) -> None:
+        """Use a cache from now on; called before the first job. Blocks: while it is seen whether features can be kept.
+
+        The cache is the worker's to close.
+
+        Raises:
+            ConfigError: They cannot; the message names why.
         """
         ...
 
