@@ -45,6 +45,7 @@ class ModelIdentity:
         params: StageParams,
         tree: Mapping[str, object],
         latents: tuple[tuple[int, ...], torch.dtype],
+        approximate: tuple[str, ...] = (),
     ) -> CheckpointIdentity:
         """Return the identity of a run whose schedule is set.
 
@@ -69,6 +70,7 @@ class ModelIdentity:
             conditioning=digest_of({name: value for name, value in tree.items() if name != "params"}),
             numerics=self.numerics(),
             seed=params.seed,
+            approximate=approximate,
         )
 
     def weights(self) -> str:

@@ -6,6 +6,7 @@ Owns how a diffusers stage reads its task and input, and what it hands on. The c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from moonrelay.cache.embeddings import EmbeddingCache
+    from moonrelay.cache.features import FeatureCache, FeatureRun
 
 #: Chunks into which latents with a time dimension are cut, at most.
 LATENT_CHUNKS = 8
@@ -94,6 +96,12 @@ class DenoiseProgram:
         self._chunks = chunks
         self._checkpointer = checkpointer
         self._cache: EmbeddingCache | None = None
+        self._features: FeatureCache | None = None
+
+    def use_features(self, cache: FeatureCache) -> None:
+        """Keep features of prompts there; see `CachesFeatures`."""
+        self._runner.check_features()
+        self._features = cache
 
     def use_embeddings(self, cache: EmbeddingCache) -> None:
         """Read the embeddings of tasks that went past encode from there; see `CachesEmbeddings`."""
@@ -104,14 +112,17 @@ class DenoiseProgram:
         trace = StageTrace(work)
         tree = self._conditioning(work, trace)
         wanted = _checkpoints(work, self._checkpointer)
+        used = None if self._features is None else self._features.run(work.job.request_id)
         try:
-            latents = self._runner.run(
-                tree,
-                on_step=lambda done, total: work.report(done, total, f"step {done}/{total}"),
-                out=lambda shape, dtype: _registered(work, shape, dtype),
-                cancelled=work.stopped,
-                checkpoints=wanted,
-            )
+            with used or nullcontext():
+                latents = self._runner.run(
+                    tree,
+                    on_step=lambda done, total: work.report(done, total, f"step {done}/{total}"),
+                    out=lambda shape, dtype: _registered(work, shape, dtype),
+                    cancelled=work.stopped,
+                    checkpoints=wanted,
+                    features=used,
+                )
         except MoonrelayError as exc:
             if wanted is not None and _is_the_end(work, exc):
                 wanted.finish()
@@ -131,7 +142,9 @@ class DenoiseProgram:
         payload: dict[str, Plain] = {
             **work.payload,
             "params": _mapping(tree, "params"),
-            KEY: trace.finish(work.payload, output_bytes=handle.nbytes, **_steps(work, tree, wanted)),
+            KEY: trace.finish(
+                work.payload, output_bytes=handle.nbytes, **_steps(work, tree, wanted), **_features(used)
+            ),
         }
         return Outcome(
             next_task=StageTask(stage="decode", handle=handle, payload=payload),
@@ -279,6 +292,14 @@ def _steps(work: Work, tree: Mapping[str, object], wanted: RunCheckpoints | None
     resumed = 0 if wanted is None else wanted.resumed_step
     done_before = round(work.job.reached * steps)
     return {"steps": steps, "resumed_step": resumed, "steps_redone": max(0, done_before - resumed)}
+
+
+def _features(used: FeatureRun | None) -> dict[str, Plain]:
+    """Return how many features were kept, computed and, being approximate, taken from another request."""
+    if used is None:
+        return {}
+    counters = used.counters()
+    return {"features": {"kept": counters.hits, "computed": counters.misses, "approximated": counters.reused}}
 
 
 def _registered(work: Work, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from moonrelay.cache.features import FeatureRun
     from moonrelay.cache.keys import EmbeddingKey
     from moonrelay_diffusers.loop import RunCheckpoints
     from moonrelay_diffusers.model import ModelInfo
@@ -121,6 +122,7 @@ class DenoiseRunner(Protocol):
         out: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
         cancelled: Callable[[], bool] | None = None,
         checkpoints: RunCheckpoints | None = None,
+        features: FeatureRun | None = None,
     ) -> torch.Tensor:
         """Denoise from the seed's noise, or from where a checkpoint of this very run was taken: the bits are the same.
 
@@ -130,12 +132,24 @@ class DenoiseRunner(Protocol):
             out: Gives the tensor, of the shape and type asked for, in which the latents shall land.
             cancelled: Asked after each step; true ends the run.
             checkpoints: Where the loop's state is saved as it goes, and looked for at its start.
+            features: What may be kept of the prompts from step to step and from request to request. Exact features
+                change no bit; an approximation does, and only where the cache allows it by name.
 
         Raises:
             Cancelled: ``cancelled`` said so.
             ConfigError: The tree lacks something, or does not fit the model.
             Preempted: ``checkpoints.leaving`` said so, and the state is saved.
             CheckpointMismatch: It was to go on from another request's checkpoint, and cannot.
+        """
+        ...
+
+    def check_features(self) -> None:
+        """See whether this stage can keep features, before any are asked for.
+
+        Blocks: for as long as reading all weights takes.
+
+        Raises:
+            ConfigError: It cannot; the message names the family, or the module that is not known.
         """
         ...
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moonrelay.errors import Cancelled, ConfigError
+from moonrelay_diffusers.features import WanFeatures
 from moonrelay_diffusers.identity import ModelIdentity
 from moonrelay_diffusers.loop import DenoiseLoop, RunCheckpoints
 from moonrelay_diffusers.numerics import aligned
@@ -21,6 +22,7 @@ from moonrelay_diffusers.request import StageParams
 if TYPE_CHECKING:
     import torch
 
+    from moonrelay.cache.features import FeatureRun
     from moonrelay_diffusers.families.base import Placement
     from moonrelay_diffusers.model import ModelInfo
 
@@ -127,6 +129,8 @@ class PipelineDenoiser(ABC):
         self.components = components
         self._identity = ModelIdentity(self.family, pipe)
         self._dtypes: dict[torch.dtype, torch.dtype] = {}
+        #: Set by a family whose features are known.
+        self._features: WanFeatures | None = None
 
     @abstractmethod
     def latent_shape(self, params: StageParams) -> tuple[int, ...]:
@@ -155,31 +159,36 @@ class PipelineDenoiser(ABC):
         out: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
         cancelled: Callable[[], bool] | None = None,
         checkpoints: RunCheckpoints | None = None,
+        features: FeatureRun | None = None,
     ) -> torch.Tensor:
         """Denoise from the seed's noise, or from a checkpoint; see `DenoiseRunner`."""
         params = params_of(tree)
         spec = self.latent_spec(tree)
         raise_if(cancelled, "cancelled before the first step")
         destination = None if out is None else out(*spec)
+        approximate = () if features is None else features.approximate
         loop = DenoiseLoop(
             self._pipe,
             params.num_inference_steps,
             noise_source(params.seed),
-            identify=lambda request_id, history: self._identity.of_run(request_id, history, params, tree, spec),
+            identify=lambda request_id, history: self._identity.of_run(
+                request_id, history, params, tree, spec, approximate
+            ),
             on_step=on_step,
             cancelled=cancelled,
             checkpoints=checkpoints,
         )
-        latents: torch.Tensor = loop.run(
-            {
-                "height": params.height,
-                "width": params.width,
-                "num_inference_steps": params.num_inference_steps,
-                "max_sequence_length": params.max_sequence_length,
-                "output_type": "latent",
-                **self.call_arguments(tree, params),
-            }
-        )
+        arguments = {
+            "height": params.height,
+            "width": params.width,
+            "num_inference_steps": params.num_inference_steps,
+            "max_sequence_length": params.max_sequence_length,
+            "output_type": "latent",
+            **self.call_arguments(tree, params),
+        }
+        kept = self._known_features().used(features, params, spec[0]) if features is not None else nullcontext()
+        with kept:
+            latents: torch.Tensor = loop.run(arguments)
         if (tuple(latents.shape), latents.dtype) != spec:
             message = (
                 f"the pipeline gave latents {tuple(latents.shape)} {latents.dtype}, not {spec[0]} {spec[1]} as planned"
@@ -188,6 +197,16 @@ class PipelineDenoiser(ABC):
         if destination is None:
             return latents
         return destination.copy_(latents)
+
+    def check_features(self) -> None:
+        """See whether features can be kept here; see `DenoiseRunner`."""
+        self._known_features().check()
+
+    def _known_features(self) -> WanFeatures:
+        if self._features is None:
+            message = f"family {self.family!r} has no features that could be kept; leave the feature cache out"
+            raise ConfigError(message, field="feature_cache")
+        return self._features
 
     def embeds(self, tree: Mapping[str, object], name: str) -> torch.Tensor:
         """Return a tensor of the tree, on the stage's device.

@@ -23,6 +23,7 @@ from moonrelay_diffusers.families.common import (
     require_multiple,
 )
 from moonrelay_diffusers.families.encoding import PipelineEncoder, embeds_of
+from moonrelay_diffusers.features import WanFeatures
 from moonrelay_diffusers.frames import of_kind
 from moonrelay_diffusers.model import whole
 from moonrelay_diffusers.numerics import aligned
@@ -204,6 +205,7 @@ class WanDenoise(PipelineDenoiser):
     def __init__(self, pipe: Untyped, components: tuple[str, ...], geometry: WanGeometry) -> None:
         super().__init__(pipe, components)
         self._geometry = geometry
+        self._features = WanFeatures(pipe, components, self._identity)
         # Without a VAE the pipeline takes 4 and 8 for granted, which Wan2.2's 5B model is not.
         pipe.vae_scale_factor_temporal = geometry.temporal
         pipe.vae_scale_factor_spatial = geometry.spatial
