@@ -130,7 +130,8 @@ class LinkConfig:
         transfer: The direct engine.
         store: Where payloads are relayed.
         control: The peer channel.
-        lease_ttl_s: How long what was sent is kept for a receiver that does not come, in seconds.
+        lease_ttl_s: How long what was sent is kept for a receiver that does not come, in seconds: one comes
+            late that is at work on what was asked before.
         spill_after_s: In ``auto``, how long an unclaimed payload stays in the sender's memory, in seconds.
         transfer_timeout_s: How long a receiver waits for its input, in seconds: the stages before it compute meanwhile.
         send_timeout_s: How long a sender waits for room in its pool, in seconds.
@@ -150,7 +151,7 @@ class LinkConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
-    lease_ttl_s: float = 600.0
+    lease_ttl_s: float = 3600.0
     spill_after_s: float = 5.0
     transfer_timeout_s: float = 3600.0
     send_timeout_s: float = 60.0

@@ -19,10 +19,12 @@ from moonrelay.clock import Clock, Deadline, SystemClock
 from moonrelay.connector import DiffusionConnector
 from moonrelay.connector.caching import ChosenCache
 from moonrelay.errors import (
+    Aborted,
     Cancelled,
     ClosedError,
     ConfigError,
     LeaseExpired,
+    LeaseHeld,
     LeaseLost,
     MoonrelayError,
     WireError,
@@ -50,7 +52,10 @@ _TREE: Final = "tree"
 LOOK_AGAIN_S: Final = 0.2
 #: Bound of one acknowledgement, in seconds.
 ACK_TIMEOUT_S: Final = 10.0
-#: Bound of a claim and read once the payload was found, in seconds, where the request's own time leaves more.
+#: How long a claim waits for another receiver's before the desks are asked again, in seconds; longer than an owner may
+#: be silent.
+CLAIM_TIMEOUT_S: Final = 10.0
+#: Bound of a read once the payload was claimed, in seconds, where the request's own time leaves more.
 FETCH_TIMEOUT_S: Final = 300.0
 #: How long failures are told to receivers that come late, in seconds.
 KEEP_FAILURES_S: Final = 600.0
@@ -275,6 +280,12 @@ class StageLink:
             handle = StageHandle.from_bytes(raw)
             try:
                 return self._take(request, handle, deadline)
+            except LeaseHeld:
+                # Another works on it, and may give it back. Meanwhile there may be another like it.
+                if deadline.expired:
+                    raise
+                logger.debug("%s is held by another receiver, looking again", handle.id)
+                self._caller.forget(request.names)
             except LeaseLost:
                 # Somebody consumed it meanwhile. Another may ask for the same, so there may be another like it; but
                 # what goes by this request's own id was this request's.
@@ -317,6 +328,8 @@ class StageLink:
             self._desk.done(request.names)
             return
         code = error.code if isinstance(error, MoonrelayError) else type(error).__name__
+        if isinstance(error, Aborted) and error.context.get("cause") == Cancelled.code:
+            code = Cancelled.code  # given up at a role before this one: not to be told to others either
         text = f"{self.config.role} failed: {str(error) or type(error).__name__}"
         try:
             self._desk.refuse(request.names, code, text)
@@ -369,8 +382,11 @@ class StageLink:
 
         For `atexit`. Blocks: until then.
         """
-        if not self.linger():
-            logger.warning("%d payloads were not taken within linger_s, and are dropped", len(self._offered))
+        try:
+            if not self.linger():
+                logger.warning("%d payloads were not taken within linger_s, and are dropped", len(self._offered))
+        except KeyboardInterrupt:  # at the process's end it would be printed and passed over, and nothing closed
+            logger.warning("interrupted; %d payloads were not taken, and are dropped", len(self._offered))
         self.close()
 
     def close_when_taken(self, *, then: Callable[[], object] | None = None) -> None:
@@ -419,10 +435,10 @@ class StageLink:
     def _take(
         self, request: _Request, handle: StageHandle, deadline: Deadline
     ) -> tuple[dict[str, Any], dict[str, object]]:
-        left_s = deadline.remaining(FETCH_TIMEOUT_S) or 0.0
-        claim = self._connector.claim(handle, timeout_s=left_s)
+        # Asked for briefly: one that another receiver holds is held for as long as that one computes.
+        claim = self._connector.claim(handle, timeout_s=deadline.remaining(CLAIM_TIMEOUT_S) or 0.0)
         try:
-            data = room.read(claim, self.config, left_s)
+            data = room.read(claim, self.config, deadline.remaining(FETCH_TIMEOUT_S) or 0.0)
         except BaseException:
             claim.nack()
             raise
@@ -467,7 +483,10 @@ class StageLink:
             return
         self._desk.withdraw(payload_id, over=True)
         if event.name == "lease_expired":
-            reason = f"nobody took it within lease_ttl_s={self.config.lease_ttl_s:g}"
+            reason = (
+                f"nobody took it within lease_ttl_s={self.config.lease_ttl_s:g} of the {self.config.role}; raise it "
+                "where requests wait longer for their turn, and send this one again"
+            )
             self._desk.refuse(offered.names, LeaseExpired.code, reason)
         elif event.name == "failed":
             self._desk.refuse(offered.names, event.code or MoonrelayError.code, event.reason or "it could not be sent")

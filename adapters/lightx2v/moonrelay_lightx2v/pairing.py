@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -72,6 +73,9 @@ _LONGEST_ID: Final = 200
 #: A text that is longer is no path, but a file's content as text.
 _LONGEST_PATH: Final = 4096
 _PIECE_BYTES: Final = 1 << 20
+#: A folder or file with more is no input.
+_MOST_FILES: Final = 1000
+_MOST_BYTES: Final = 16 << 30
 
 
 class _Inexact(Exception):
@@ -175,17 +179,49 @@ def _content(value: str) -> bytes:
 
 
 def _digest_of(path: Path) -> str:
-    """Return the digest of a file, or of all files of a folder with their names."""
+    """Return the digest of a file, or of all files of a folder.
+
+    Of a folder's names counts what tells them apart: the host's servers give each its own name to what came with a
+    request, such as ``<random>.png`` and ``<random>_mask.png``.
+
+    Raises:
+        _Inexact: It is neither, or holds more than an input would; a client may name any path of this machine.
+        OSError: It cannot be read.
+    """
     seen = hashlib.blake2b(digest_size=16)
     if path.is_dir():
-        for part in sorted(path.rglob("*")):
-            if part.is_file():
-                name = part.relative_to(path).as_posix().encode("utf-8", "surrogateescape")
-                seen.update(b"%d:%s%s" % (len(name), name, _digest_of(part).encode()))
-    else:
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE_BYTES):
-                seen.update(piece)
+        parts = _files_in(path)
+        names = [part.relative_to(path).as_posix() for part in parts]
+        shared = len(os.path.commonprefix(names))  # noqa: RUF071 - characters are meant
+        for name, part in sorted(zip(names, parts, strict=True)):
+            told = name[shared:].encode("utf-8", "surrogateescape")
+            seen.update(b"%d:%s%s" % (len(told), told, _digest_of_file(part).encode()))
+        return seen.hexdigest()
+    return _digest_of_file(path)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    found: list[Path] = []
+    for looked, part in enumerate(folder.rglob("*")):
+        if looked >= _MOST_FILES:
+            message = f"{folder} holds more than {_MOST_FILES} files"
+            raise _Inexact(message)
+        if not part.is_dir():
+            found.append(part)
+    return found
+
+
+def _digest_of_file(path: Path) -> str:
+    seen = hashlib.blake2b(digest_size=16)
+    # A device or a pipe has no end, or nobody writes into it.
+    left = path.stat().st_size if path.is_file() else _MOST_BYTES + 1
+    if left > _MOST_BYTES:
+        message = f"{path} is no file that an input could be"
+        raise _Inexact(message)
+    with path.open("rb") as file:
+        while left > 0 and (piece := file.read(min(left, _PIECE_BYTES))):
+            seen.update(piece)
+            left -= len(piece)
     return seen.hexdigest()
 
 

@@ -4,10 +4,11 @@ Owns offers, failures, work under way and the finds that wait, each within a bou
 desk calls it under its lock and sends what it is told to.
 
 The rules. An offer answers a find when they share a name; the find's most exact name decides first. Of several, the
-oldest that was given to nobody, else the oldest. A find that waits is told at once, the one with the same exact name
-before one that only asks for the same. What a find was given it is given again when it asks again. A failure is told
-to those who wait for that request, or to the first who comes: a later one asks for another attempt. Where only the
-shared name fits, work under way goes before a failure, and before what another was given.
+oldest that was given to nobody under any of its names, else the oldest. A find that waits is told at once, the one with
+the same exact name before one that only asks for the same. What a find was given it is given again when it asks again.
+A failure is told to those who wait for that request, or to the first who comes: a later one asks for another attempt.
+Where only the shared name fits, work under way goes before a failure, and before what another was given. That a client
+gave a request up is told under the request's own id alone, where it has one: another that asks for the same goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
-from moonrelay.errors import CapacityError
+from moonrelay.errors import Cancelled, CapacityError
 from moonrelay_lightx2v.rendezvous_wire import (
     MAX_CODE_CHARS,
     MAX_TEXT_CHARS,
@@ -236,6 +237,9 @@ class Book:
         """Note that a request failed, unless its offer is there; return what has to be sent."""
         first = names[0]
         begun = self._works.pop(first) is not None
+        if code == Cancelled.code and not is_shared(first):
+            # Its client gave up this one, and nobody who asks for the same under another id.
+            names = tuple(name for name in names if not is_shared(name))
         if any(offer.names[0] == first and not offer.overtaken for offer in self._offers.under(first)):
             # Under a shared name the offer may be another request's: it is, when this one began after it.
             if not (is_shared(first) and begun):
@@ -303,6 +307,7 @@ class Book:
         exact = [name for name in names if not is_shared(name)]
         if self._works.any_under(exact):
             return None  # its own is being made
+        taken: Offer | None = None  # another has it: the last resort, for that one may still fail
         for name in names:
             offers = [offer for offer in self._offers.under(name) if not offer.overtaken]
             fresh = next((offer for offer in offers if not offer.given), None)
@@ -311,11 +316,10 @@ class Book:
             if is_shared(name) and self._works.any_under((name,)):
                 return None
             failure = next((failure for failure in self._failures.under(name) if not failure.given), None)
-            if failure is not None:
+            if failure is not None and taken is None:
                 return failure
-            if offers:
-                return offers[0]
-        return None
+            taken = taken or next(iter(offers), None)
+        return taken
 
     def _push(self, found: Offer | Failure, now: float) -> list[Sending]:
         """Give what has come to who waits for it."""

@@ -17,6 +17,7 @@ from moonrelay.clock import Deadline, SystemClock
 from moonrelay.config import ControlConfig, StoreConfig, TransferConfig
 from moonrelay.errors import (
     Aborted,
+    Cancelled,
     CapacityError,
     ClosedError,
     ConfigError,
@@ -274,6 +275,41 @@ def test_the_second_of_two_identical_requests_waits_for_its_payload(links: Links
     send(encoder, ("task:e2", "same:x"), 1.0)
     assert waiting.result(20) == 1.0
     settle(encoder, first, second)
+
+
+@pytest.mark.parametrize("own", ["task:1", "task:11"], ids=["one id for all roles", "each role's own id"])
+def test_who_waits_for_what_another_holds_takes_the_next_that_is_the_same(links: Links, own: str) -> None:
+    """Two transformers, and two requests that ask for the same: the one that is idle takes what came first."""
+    encoder = links.start(ENCODER)
+    idle, busy = (links.start(TRANSFORMER, dials=encoder, sends=False) for _ in range(2))
+    send(encoder, ("task:1", "same:x"), 1.0)
+    idle.begin(("task:2", "same:x"))
+    idle.receive()
+    late = links.later(take, busy, (own, "same:x"))
+    with pytest.raises(TimeoutError):
+        late.result(0.5)
+    send(encoder, ("task:2", "same:x"), 1.0)
+    assert late.result(18.0) == 1.0, "while the other one still computes"
+    idle.end()
+
+
+def test_a_given_up_request_fails_no_other_one_that_asks_for_the_same(links: Links) -> None:
+    encoder = links.start(ENCODER)
+    transformer = links.start(TRANSFORMER, dials=encoder)
+    decoder = links.start(DECODER, dials=transformer)
+    encoder.begin(("task:1", "same:x"))
+    encoder.end(Cancelled("its client gave it up"))
+    with pytest.raises(Aborted, match="gave it up") as told:
+        take(transformer, ("task:1", "same:x"))  # and tells its own receivers why
+    assert told.value.context["cause"] == Cancelled.code
+    again = ("task:1.2", "same:x")
+    received = links.later(take, decoder, again)
+    send(encoder, again, 1.0)
+    transformer.begin(again)
+    transformer.receive()
+    transformer.send(tree(2.0))
+    transformer.end()
+    assert received.result(15.0) == 2.0
 
 
 def test_who_came_too_late_keeps_nothing_alive(links: Links) -> None:
@@ -546,6 +582,22 @@ def test_linger_ends_at_its_bound(links: Links, caplog: pytest.LogCaptureFixture
     send(encoder, ("task:a",), 1.0)
     encoder.at_exit()
     assert "1 payloads were not taken within linger_s" in caplog.text
+
+
+def test_an_interrupt_while_it_lingers_closes_all_the_same(
+    links: Links, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = links.start(ENCODER)
+    send(encoder, ("task:1",), 1.0)
+
+    def interrupted() -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(encoder, "linger", interrupted)
+    encoder.at_exit()
+    assert "interrupted; 1 payloads were not taken, and are dropped" in caplog.text
+    with pytest.raises(ClosedError):
+        encoder.begin(("task:2",))
 
 
 def test_a_relay_keeps_what_a_closed_sender_left(links: Links, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

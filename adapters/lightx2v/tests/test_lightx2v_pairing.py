@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,21 @@ def test_a_servers_file_that_cannot_be_seen_leaves_the_ids() -> None:
     assert posted(task_id="t", image_path="/nowhere/1.png") == ("task:t",)
     assert posted(image_path="/nowhere/1.png") == ()
     assert posted(image_path="a\0b") == ()
+
+
+def test_a_folder_counts_whatever_the_servers_call_an_image_and_its_mask(tmp_path: Path) -> None:
+    for name, image, mask in (("a", b"image", b"mask"), ("b", b"image", b"mask"), ("c", b"mask", b"image")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}17.png").write_bytes(image)
+        (tmp_path / name / f"{name}17_mask.png").write_bytes(mask)
+    assert posted(image_path=str(tmp_path / "a")) == posted(image_path=str(tmp_path / "b"))
+    assert posted(image_path=str(tmp_path / "a")) != posted(image_path=str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "pipe", "/proc"])
+def test_what_a_client_names_cannot_keep_a_role_busy(path: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert posted(task_id="a", image_path=str(tmp_path / path)) == ("task:a",)
 
 
 def test_without_a_server_a_file_that_cannot_be_seen_counts_by_its_path(tmp_path: Path) -> None:

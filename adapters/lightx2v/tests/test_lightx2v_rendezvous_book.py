@@ -34,8 +34,8 @@ class Told:
         self.replaced, sendings = self.book.offer(names, payload, payload.encode(), self.now)
         return self._heard(sendings)
 
-    def refuse(self, text: str, *names: str) -> list[str]:
-        return self._heard(self.book.refuse(names, "aborted", text, self.now))
+    def refuse(self, text: str, *names: str, code: str = "aborted") -> list[str]:
+        return self._heard(self.book.refuse(names, code, text, self.now))
 
     def forget(self, find: str, *, taken: bool) -> list[str]:
         return self._heard(self.book.forget(find.encode(), taken, self.now))
@@ -130,6 +130,26 @@ def test_an_offer_that_another_has_waits_for_work_under_way() -> None:
     assert told.want("b", "same:x") == here("one")
 
 
+def test_who_comes_after_another_took_its_own_gets_one_that_is_the_same() -> None:
+    told = Told()
+    told.offer("one", "task:1", "same:x")
+    assert told.want("busy with another before", "task:2", "same:x") == here("one")
+    told.working("task:2", "same:x")
+    assert told.want("first", "task:1", "same:x") == WORKING
+    told.forget("first", taken=False)
+    told.offer("two", "task:2", "same:x")
+    assert told.want("first again", "task:1", "same:x") == here("two")
+    assert told.want("both are given", "task:1", "same:x") == here("one")
+
+
+def test_what_another_took_goes_before_a_failure_of_one_that_is_the_same() -> None:
+    told = Told()
+    told.offer("one", "task:1", "same:x")
+    told.want("a", "task:1", "same:x")
+    told.refuse("out of memory", "task:2", "same:x")
+    assert told.want("b", "task:1", "same:x") == here("one")
+
+
 def test_work_is_told_to_who_waits_and_ends_with_done() -> None:
     told = Told()
     told.want("a", "task:1", "same:x")
@@ -201,6 +221,22 @@ def test_a_failure_is_told_to_one_of_those_who_ask_for_the_same() -> None:
     told.want("a", "task:11", "same:x")
     told.want("b", "task:12", "same:x")
     assert told.refuse("bad image", "task:1", "same:x") == ["a"]
+
+
+def test_a_request_that_its_client_gave_up_fails_no_other_one_that_asks_for_the_same() -> None:
+    """Such as the front's next attempt, or one that was sent twice and given up once."""
+    told = Told()
+    told.want("own", "task:1", "same:x")
+    told.want("other", "task:1.2", "same:x")
+    told.working("task:1", "same:x")
+    assert told.refuse("given up", "task:1", "same:x", code="cancelled") == ["own"]
+    assert told.last["own"] == Refused(code="cancelled", message="given up")
+    assert told.want("other", "task:1.2", "same:x") == NOTHING
+    told.refuse("given up", "task:2", "same:x", code="cancelled")
+    assert told.want("later", "task:3", "same:x") == NOTHING
+    assert told.want("its own", "task:2", "same:x") == Refused(code="cancelled", message="given up")
+    told.refuse("given up", "same:y", code="cancelled")
+    assert told.want("no id", "same:y") == Refused(code="cancelled", message="given up")
 
 
 def test_a_failure_is_told_to_the_first_who_comes_as_often_as_it_asks() -> None:
