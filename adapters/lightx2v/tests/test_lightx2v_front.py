@@ -340,6 +340,23 @@ def test_a_server_that_has_forgotten(roles: dict[str, RoleProcess], start: Start
     assert "has forgotten the task" in told["lost"][0]
 
 
+def test_a_second_attempt_does_not_go_by_what_the_client_called_the_first(
+    roles: dict[str, RoleProcess], start: Start, serve: Serve
+) -> None:
+    """A role that gives the first attempt up says so under that name, to whoever waits under it."""
+    transformer = start("transformer")
+    front = serve(roles["encoder"], transformer, roles["decoder"])
+    given = {"task_id": "roomy", "data_bootstrap_room": 7, "disagg_bootstrap_room": 7}
+    front.post("transformer: hang=first; decoder: hang=first", **given)
+    transformer.forget()
+    told = front.ended("roomy")
+    assert (told["status"], told["attempt"]) == ("completed", 2)
+    bodies = {body["task_id"]: body for body in roles["decoder"].seen()["bodies"]}
+    assert bodies["roomy"]["data_bootstrap_room"] == bodies["roomy"]["disagg_bootstrap_room"] == 7
+    again = bodies[told["stages"]["decoder"]["task_id"]]
+    assert not {"data_bootstrap_room", "disagg_bootstrap_room"} & set(again)
+
+
 def test_the_cause_of_a_failure_is_a_server_that_died_after_its_part(
     roles: dict[str, RoleProcess], start: Start, serve: Serve
 ) -> None:
@@ -518,6 +535,7 @@ def test_a_waiting_request_is_looked_at_ever_more_seldom(roles: dict[str, RolePr
         (b'{"task_id": "../x"}', 400, "task_id='../x' cannot be an id"),
         (b'{"task_id": 7}', 400, "task_id='7' cannot be an id"),
         (b'{"task_id": ""}', 400, "leave it out"),
+        (b'{"task_id": "queue"}', 400, "are not 'queue'"),
     ],
 )
 def test_a_body_that_is_none(roles: dict[str, RoleProcess], serve: Serve, body: bytes, status: int, told: str) -> None:

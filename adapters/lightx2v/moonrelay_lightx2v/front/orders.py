@@ -24,6 +24,10 @@ MOST_BODY_BYTES: Final = 1 << 30
 #: The host draws from these.
 SEEDS: Final = 2**32
 
+#: By which a client pairs the parts of a request itself.
+_ROOMS: Final = ("data_bootstrap_room", "disagg_bootstrap_room")
+#: Of the host's routes: ``queue/status`` is no task's.
+_NO_ID: Final = "queue"
 #: It becomes part of a path at every server, and a file's name at one.
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@=+~-]{0,199}")
 
@@ -120,6 +124,9 @@ class Order:
         if wire_id != self.id:
             # Else the file has the new id's name, whose ".2" the host would take for its kind.
             fields["save_result_path"] = self.save_result_path
+            # A room of the client's goes before the id: what the attempt before left under it is not this one's.
+            for room in _ROOMS:
+                fields.pop(room, None)
         return json.dumps(fields).encode()
 
     def reset(self) -> None:
@@ -272,10 +279,10 @@ class Book:
         if "task_id" not in fields:
             return self._draw_id()
         given = fields["task_id"]
-        if not (isinstance(given, str) and _ID.fullmatch(given)):
+        if not (isinstance(given, str) and _ID.fullmatch(given)) or given == _NO_ID:
             message = (
                 f"task_id={str(given)[:80]!r} cannot be an id: use 1 to 200 letters, digits and ._:@=+~- "
-                "that begin with a letter or digit, or leave it out"
+                f"that begin with a letter or digit and are not {_NO_ID!r}, or leave it out"
             )
             raise BadRequest(message)
         if self.get(given) is not None or any(order.wire_id == given for order in self._under_way.values()):
