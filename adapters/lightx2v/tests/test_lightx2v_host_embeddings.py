@@ -63,6 +63,13 @@ def made(cluster: Cluster, asked: Any) -> bytes | None:
     return seen[cluster.last].video
 
 
+def restart_with(cluster: Cluster, **config: Any) -> None:
+    """Start the encoder anew with more in its JSON."""
+    path = cluster.folder / "encoder.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    cluster.restart("encoder")
+
+
 def test_a_text_is_encoded_once_also_for_the_encoders_next_start(
     cluster: Cluster, counts: Counts, right: Right
 ) -> None:
@@ -83,16 +90,26 @@ def test_a_text_is_encoded_once_also_for_the_encoders_next_start(
 
 def test_without_a_complete_key_every_text_is_encoded(cluster: Cluster, counts: Counts) -> None:
     made(cluster, RED)
-    counts.new()
-    path = cluster.folder / "encoder.json"
-    said = json.loads(path.read_text())
-    path.write_text(json.dumps({**said, "dummy_model": True}))
-    cluster.restart("encoder")
+    restart_with(cluster, dummy_model=True)
     counts.new()
     for _ in range(2):
         made(cluster, RED)
         assert counts.new() == {"infer": 2}
     assert "no embedding cache: its weights are random" in cluster.logs("encoder")
+
+
+def test_an_encoder_that_is_loaded_for_each_request_is_loaded_for_texts_that_are_not_kept(
+    cluster: Cluster, counts: Counts, right: Right
+) -> None:
+    restart_with(cluster, unload_modules=True)
+    counts.new()
+    for asked, counted in ((RED, {"load": 1, "infer": 2}), (RED, {}), (BLUE, {"load": 1, "infer": 1}), (BLUE, {})):
+        assert made(cluster, asked) == right(**asked).video
+        assert counts.new() == counted
+    cluster.restart("encoder")
+    for asked, counted in ((RED, {"load": 1}), (BLUE, {})):  # the first one, to know which it is
+        assert made(cluster, asked) == right(**asked).video
+        assert counts.new() == counted
 
 
 @pytest.mark.parametrize("model_cls", ["wan2.1", "qwen_image"])
