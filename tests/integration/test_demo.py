@@ -176,6 +176,23 @@ def test_the_store_takes_it_all_and_the_one_of_two_that_has_the_job_is_killed(st
     assert "1 of 1 identical to the undivided pipeline, bit for bit" in out
 
 
+def test_an_interactive_request_overtakes_a_batch_one(start: Callable[..., Demo]) -> None:
+    demo = start("--requests=3", "--preempt", "--steps=8", "--store=local", "--json")
+    code, out, err = demo.finish()
+    assert code == 0, err
+    summary = check_summary(demo, out, requests=3)
+    [made_way] = summary["yields"]
+    assert (made_way["made_way_for"], made_way["worker"]) == ("r03", "denoise-1")
+    assert (made_way["resumed_step"], made_way["steps_redone"]) == (4, 0)
+    hit = next(one for one in summary["requests"] if one["request_id"] == made_way["request_id"])
+    last = summary["requests"][-1]
+    assert hit["stages"]["denoise"]["attempt"] == 2
+    assert last["stages"]["denoise"]["started_s"] < hit["stages"]["denoise"]["started_s"]
+    assert summary["deliveries"] == {"completed": 9, "preempted": 1}
+    assert summary["checkpoints"] >= 1
+    assert demo.survivors() == []
+
+
 def test_repeated_prompts_go_past_encode(start: Callable[..., Demo]) -> None:
     demo = start("--requests=12", "--store=local", "--json")
     code, out, err = demo.finish()

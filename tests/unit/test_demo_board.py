@@ -125,6 +125,17 @@ class TestSubmitter:
     def at(self, queue: StageQueue) -> dict[str, str]:
         return {view.request_id: view.stage for view in queue.requests()}
 
+    def test_the_interactive_request_waits_until_it_is_let_go(self, feed: Feed) -> None:
+        queue = StageQueue.connect("memory://")
+        requests = {name: {"prompt": name} for name in ("r01", "r02", "r03")}
+        made = Submitter(queue, STAGES, requests, {}, None, "r03")
+        with queue:
+            made.submit_due(feed.board)
+            assert {view.request_id: view.priority for view in queue.requests()} == {"r01": "batch", "r02": "batch"}
+            made.release()
+            made.submit_due(feed.board)
+            assert queue.requests()[-1].priority == "interactive"
+
     def test_a_repeated_text_waits_for_the_first_and_goes_past_encode(self, feed: Feed) -> None:
         made, queue, cache = self.make(feed, {"r01": "aa", "r02": "aa", "r03": "bb", "r04": None})
         with queue:
@@ -164,6 +175,29 @@ def test_a_killed_workers_span_ends_at_the_kill(feed: Feed) -> None:
     assert feed.board.workers["encode-1"].phase == "killed"
     assert feed.board.notes[-1].text == "r01 redelivered at encode (attempt 1): peer_lost: it stopped renewing"
     assert feed.board.notes[-1].grave
+
+
+def test_a_job_that_makes_way_is_shown_as_left_and_not_as_lost(feed: Feed) -> None:
+    feed.tell("submitted", 100.0, "denoise", worker="")
+    feed.tell("claimed", 101.0, "denoise", worker="denoise-1-2")
+    feed.tell("asked_to_yield", 102.0, "denoise", worker="denoise-1-2", note="for r02 (interactive), which waits")
+    feed.board.checkpoint("denoise-1", "checkpoint_saved", "r01", 6, 102.5)
+    feed.tell("preempted", 103.0, "denoise", worker="denoise-1-2", note="preempted: made way for r02: after step 6")
+    feed.tell("claimed", 105.0, "denoise", worker="denoise-1-2", attempt=2)
+    feed.board.checkpoint("denoise-1", "checkpoint_resumed", "r01", 6, 105.5)
+    feed.tell("completed", 106.0, "denoise", worker="denoise-1-2", attempt=2)
+    spans = [(span.attempt, span.started_s, span.ended_s, span.how) for span in feed.board.spans]
+    assert spans == [(1, 101.0, 103.0, "preempted"), (2, 105.0, 106.0, "completed")]
+    assert [note.text for note in feed.board.notes] == [
+        "r01 is asked to make way at denoise for r02 (interactive), which waits",
+        "r01 preempted at denoise (attempt 1): preempted: made way for r02: after step 6",
+        "denoise-1 takes r01 up again after step 6",
+    ]
+    assert not any(note.grave for note in feed.board.notes)
+    assert [(mark.what, mark.step, mark.at_s) for mark in feed.board.marks] == [
+        ("checkpoint_saved", 6, 102.5),
+        ("checkpoint_resumed", 6, 105.5),
+    ]
 
 
 def test_a_lost_input_sends_the_request_back(feed: Feed) -> None:

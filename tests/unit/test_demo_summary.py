@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from moonrelay.cli.demo.board import Board, Span
 from moonrelay.cli.demo.prompts import demo_prompts
-from moonrelay.cli.demo.settings import DemoSettings
-from moonrelay.cli.demo.summary import Kill, RequestReport, Summary, read_result
+from moonrelay.cli.demo.settings import STAGES, DemoSettings
+from moonrelay.cli.demo.summary import Kill, RequestReport, Summary, Yield, read_result
 from moonrelay.errors import ConfigError
 
 
@@ -172,6 +175,97 @@ def test_the_verdict_names_paths_and_the_kill() -> None:
         "1 of 1 identical to the undivided pipeline, bit for bit; hand-overs: 1 by p2p, 1 by store; "
         "denoise-2 was killed in the middle of r01, done again as attempt 2 from step 5, 2 steps done twice"
     )
+
+
+def made_way() -> Yield:
+    return Yield(
+        request_id="r01",
+        made_way_for="r04",
+        stage="denoise",
+        worker="denoise-1",
+        attempt=1,
+        at_s=51.92345,
+        note="preempted: made way for r04: left after step 5 of 20",
+    )
+
+
+def test_the_verdict_and_the_summary_say_who_made_way_and_what_was_done_twice() -> None:
+    made = summary(report(), yields=[made_way()], checkpoints=9)
+    assert made.verdict().endswith(
+        "; r01 made way on denoise-1 at 51.9 s for r04, and went on from step 5, 2 steps done twice"
+    )
+    [told] = json.loads(json.dumps(made.as_dict()))["yields"]
+    assert (told["request_id"], told["made_way_for"], told["worker"], told["at_s"]) == (
+        "r01",
+        "r04",
+        "denoise-1",
+        51.923,
+    )
+    assert (told["resumed_step"], told["steps_redone"]) == (5, 2)
+    assert made.as_dict()["checkpoints"] == 9
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("checkpoint_every", {"checkpoint_every": 0}),
+        ("steps", {"steps": 7}),
+        ("requests", {"requests": 2, "denoise_workers": 2}),
+        ("kill", {"kill": "denoise"}),
+    ],
+)
+def test_what_preemption_needs_is_named(field: str, settings: dict[str, Any]) -> None:
+    DemoSettings(preempt=True)
+    with pytest.raises(ConfigError, match=f"{field}=.* with preempt must be") as caught:
+        DemoSettings(preempt=True, **settings)
+    assert caught.value.context["field"] == field
+
+
+def test_the_timeline_shows_hits_checkpoints_who_made_way_and_who_went_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from matplotlib.figure import Figure
+
+    from moonrelay.cli.demo.timeline import draw_timeline
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def look(self: Figure, file: Path) -> None:
+        drawn.append(self)
+        save(self, file)
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    board = Board(demo_prompts(1, 0), STAGES, 100.0)
+    board.worker_started("denoise-1", "denoise", 7, 100.0)
+    board.worker_ready("denoise-1", 101.0)
+    for attempt, began, ended, how in ((1, 102.0, 104.0, "preempted"), (2, 106.0, 109.0, "completed")):
+        board.spans.append(
+            Span(
+                worker="denoise-1",
+                stage="denoise",
+                request_id="r01",
+                attempt=attempt,
+                started_s=began,
+                ended_s=ended,
+                how=how,
+            )
+        )
+    made = summary(past_encode(), yields=[replace(made_way(), at_s=4.0)])
+    draw_timeline(board, made, tmp_path / "plain.png")
+    board.checkpoint("denoise-1", "checkpoint_saved", "r01", 5, 103.0)
+    board.checkpoint("denoise-1", "checkpoint_resumed", "r01", 5, 106.0)
+    board.checkpoint("denoise-1", "checkpoint_refused", "r01", 0, 107.0)
+    draw_timeline(board, made, tmp_path / "timeline.png")
+    plain, full = drawn
+    lines = [len(figure.axes[0].lines) for figure in (plain, full)]
+    assert lines[1] == lines[0] + 3  # a tick, an arrow, a cross
+    texts = {text.get_text() for text in full.axes[0].texts}
+    assert {"from step 5", "refused", "r01 makes way for r04"} <= texts
+    labels = {text.get_text() for text in full.legends[0].get_texts()}
+    assert {"checkpoint", "taken up from one", "made way", "embedding from the cache"} <= labels
+    assert "lost with its worker" not in labels
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_verdict_names_what_differs() -> None:

@@ -15,7 +15,9 @@ Phase = Literal["waiting", "queued", "running", "done", "failed"]
 WorkerPhase = Literal["starting", "ready", "killed", "lost", "ended"]
 
 #: Events that end a delivery without completing it.
-_BROKEN_OFF: Final = frozenset({"redelivered", "retry", "returned", "rewound", "failed", "cancelled", "dead"})
+_BROKEN_OFF: Final = frozenset(
+    {"preempted", "redelivered", "retry", "returned", "rewound", "failed", "cancelled", "dead"}
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,6 +86,17 @@ class WorkerRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What a worker said of a checkpoint: ``checkpoint_saved``, ``checkpoint_resumed``, ``checkpoint_refused``."""
+
+    what: str
+    worker: str
+    request_id: str
+    step: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """Something worth a line."""
 
@@ -109,6 +122,7 @@ class Board:
     workers: dict[str, WorkerRow] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
     undivided_done: int = 0
     undivided_spans: list[Span] = field(default_factory=list)
     _open: dict[str, Span] = field(default_factory=dict)
@@ -146,6 +160,12 @@ class Board:
             if span.worker == name:
                 span.ended_s, span.how = at_s, phase
 
+    def checkpoint(self, worker: str, what: str, request_id: str, step: int, at_s: float) -> None:
+        """Take note of what a worker says of a checkpoint."""
+        self.marks.append(Mark(what=what, worker=worker, request_id=request_id, step=step, at_s=at_s))
+        if what == "checkpoint_resumed":
+            self.note(at_s, f"{worker} takes {request_id} up again after step {step}")
+
     def apply(self, event: QueueEvent) -> None:
         """Take note of what the queue says."""
         row = self.requests.get(event.request_id)
@@ -165,6 +185,8 @@ class Board:
             cell.phase, cell.fraction = "done", 1.0
             for stage in self.stages[self.stages.index(event.stage) + 1 :][:1]:
                 row.cells[stage].phase = "queued"
+        elif event.kind == "asked_to_yield":
+            self.note(event.at_s, f"{event.request_id} is asked to make way at {event.stage} {event.note}")
         elif event.kind == "done":
             row.state = "done"
         elif event.kind in _BROKEN_OFF:
@@ -200,7 +222,7 @@ class Board:
         self.note(
             event.at_s,
             f"{event.request_id} {event.kind} at {event.stage} (attempt {event.attempt}): {reason}",
-            grave=True,
+            grave=event.kind != "preempted",
         )
 
     def _close(self, event: QueueEvent, how: str) -> None:

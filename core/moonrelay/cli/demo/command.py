@@ -24,7 +24,9 @@ _NEEDED = ("torch", "diffusers", "transformers", "imageio", "PIL", "matplotlib")
 
 def demo(
     requests: Annotated[int, typer.Option(min=1, help="Videos to make.")] = 8,
-    denoise_workers: Annotated[int, typer.Option(min=1, help="Processes of the denoise stage.")] = 2,
+    denoise_workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes of the denoise stage.", show_default="2, with --preempt 1")
+    ] = None,
     encode_workers: Annotated[int, typer.Option(min=1, help="Processes of the encode stage.")] = 1,
     decode_workers: Annotated[int, typer.Option(min=1, help="Processes of the decode stage.")] = 1,
     transfer_mode: Annotated[str, typer.Option(help="auto, p2p or store.")] = "auto",
@@ -40,6 +42,12 @@ def demo(
         str,
         typer.Option(help="kill -9 one worker of this stage in the middle of a job: encode, denoise, decode, none."),
     ] = "none",
+    preempt: Annotated[
+        bool,
+        typer.Option(
+            "--preempt", help="The last request is interactive and overtakes batch jobs: one is left at a step for it."
+        ),
+    ] = False,
     model: Annotated[
         str | None,
         typer.Option(help="Folder or hub id of a diffusers model.", show_default="a tiny random Wan, built here"),
@@ -73,12 +81,13 @@ def demo(
     settings = DemoSettings(
         requests=requests,
         encode_workers=encode_workers,
-        denoise_workers=denoise_workers,
+        denoise_workers=denoise_workers or (1 if preempt else 2),
         decode_workers=decode_workers,
         transfer_mode=transfer_mode,
         engine=engine,
         store=store,
         kill=kill,
+        preempt=preempt,
         model=model,
         device=device,
         dtype=dtype,
@@ -120,6 +129,8 @@ def show(settings: DemoSettings, *, as_json: bool) -> int:
         killed = summary.killed
         if settings.kill != "none" and (killed is None or not killed.survived) and summary.identical:
             summary.problem = f"no {settings.kill} worker could be killed in the middle of a job"
+        if settings.preempt and not summary.yields and summary.identical:
+            summary.problem = "no batch job made way for the interactive one"
         summary.seconds = clock.monotonic() - run.board.started_s
         text = write_summary(summary, folder.summary)
         if as_json:

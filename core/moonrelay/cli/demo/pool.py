@@ -72,7 +72,13 @@ class WorkerPool:
         """Start the workers that were asked for; those of the stage to be killed hold their first job."""
         for stage in STAGES:
             for _ in range(self._settings.workers(stage)):
-                self.start(stage, hold=self._settings.kill == stage)
+                self.start(stage, hold=stage == self.held_stage)
+
+    @property
+    def held_stage(self) -> str:
+        """The stage whose workers hold their first job, for a kill or to be overtaken; empty for none."""
+        settings = self._settings
+        return "denoise" if settings.preempt else settings.kill if settings.kill != "none" else ""
 
     def start(self, stage: str, *, hold: bool = False) -> str:
         """Start one worker of a stage; return its name."""
@@ -100,10 +106,14 @@ class WorkerPool:
         self._children[name].kill()
         self._board.worker_gone(name, "killed", self._clock.monotonic())
         stage = self._board.workers[name].stage
-        for other in self._board.workers.values():
-            if other.stage == stage and other.name != name:
-                self._children[other.name].tell("go on")
+        self.go_on(stage)
         return self.start(stage)
+
+    def go_on(self, stage: str) -> None:
+        """Let the workers of a stage go on that hold their first job."""
+        for row in self._board.workers.values():
+            if row.stage == stage and row.phase not in ("killed", "lost"):
+                self._children[row.name].tell("go on")
 
     def exited(self, message: Message) -> None:
         """Replace a worker that ended by itself.
@@ -149,4 +159,8 @@ class WorkerPool:
                 # Payloads need no relay then, and checkpoints do.
                 options["store"] = f"local://{self._folder.work / 'store'}"
         given = [f"--{key}={value}" for key, value in options.items() if value is not None]
+        if stage == "denoise" and settings.checkpoint_every:
+            given.append("--tell-checkpoints")
+        if stage == "denoise" and settings.preempt:
+            given += ["--preempt", "--preempt-least-s=0"]
         return [sys.executable, "-m", "moonrelay.cli.main", "--log-level", "info", "worker", stage, *given]

@@ -20,10 +20,11 @@ from moonrelay.cli.demo.pool import WorkerPool
 from moonrelay.cli.demo.prompts import demo_prompts
 from moonrelay.cli.demo.settings import LEASE_S, STAGES, DemoSettings
 from moonrelay.cli.demo.submitting import Submitter
-from moonrelay.cli.demo.summary import Kill, RequestReport, Summary, read_result
+from moonrelay.cli.demo.summary import Kill, RequestReport, Summary, Yield, read_result
 from moonrelay.cli.demo.undivided import Order
 from moonrelay.cli.embeddings import cache_bytes
 from moonrelay.cli.hold import HELD
+from moonrelay.cli.worker import TOLD
 from moonrelay.clock import Clock, Deadline, SystemClock
 from moonrelay.errors import DeadlineExceeded, MoonrelayError, WireError, from_wire
 from moonrelay.queueing.base import StageQueue
@@ -70,6 +71,7 @@ class DemoRun:
         self._reports = {report.prompt.request_id: report for report in self.summary.requests}
         self._since = 0
         self._fetched: set[str] = set()
+        self._held: set[str] = set()
         self._payloads: dict[str, dict[str, Plain]] = {}
         self._ahead: dict[str, dict[str, Plain]] = {}
         self._model: str | None = None
@@ -112,7 +114,8 @@ class DemoRun:
             self._show("loading the workers")
             pool.start_all()
             cache = self._open_cache(stack, store_url)
-            self._watch(queue, pool, Submitter(queue, STAGES, self._payloads, self._ahead, cache))
+            last = self.board.prompts[-1].request_id if self._settings.preempt else None
+            self._watch(queue, pool, Submitter(queue, STAGES, self._payloads, self._ahead, cache, last))
             self._show("ending the processes")
         self.summary.seconds = self._clock.monotonic() - self.board.started_s
         return self.summary
@@ -199,7 +202,10 @@ class DemoRun:
             for event in events:
                 self._since = event.number
                 self.board.apply(event)
-                self._kill_if_held(event, pool)
+                if self._settings.preempt:
+                    self._overtake(event, pool, submitter)
+                else:
+                    self._kill_if_held(event, pool)
                 if event.kind in ("done", "failed", "dead", "cancelled"):
                     self._fetch(queue, event.request_id, pool)
             self._compare()
@@ -247,6 +253,28 @@ class DemoRun:
             grave=True,
         )
 
+    def _overtake(self, event: QueueEvent, pool: WorkerPool, submitter: Submitter) -> None:
+        """Bring the interactive request once every denoise worker has a batch job, and take note of who makes way."""
+        if event.kind == "progress" and event.note == HELD:
+            self._held.add(event.worker)
+            if len(self._held) == self._settings.denoise_workers:
+                self.board.note(event.at_s, f"{submitter.interactive} comes, and is interactive")
+                submitter.release()
+        elif event.kind == "asked_to_yield":
+            pool.go_on(pool.held_stage)
+        elif event.kind == "preempted":
+            self.summary.yields.append(
+                Yield(
+                    request_id=event.request_id,
+                    made_way_for=submitter.interactive or "",
+                    stage=event.stage,
+                    worker=short_name(event.worker),
+                    attempt=event.attempt,
+                    at_s=event.at_s - self.board.started_s,
+                    note=event.note,
+                )
+            )
+
     def _fetch(self, queue: StageQueue, request_id: str, pool: WorkerPool) -> None:
         report = self._reports[request_id]
         if request_id in self._fetched:
@@ -269,8 +297,22 @@ class DemoRun:
             self._from_yardstick(message)
         elif message.event == "ready":
             pool.ready(message)
+        elif message.event in TOLD:
+            self._checkpoint(message)
         elif message.event == EXITED:
             pool.exited(message)
+
+    def _checkpoint(self, message: Message) -> None:
+        fields = message.fields
+        step, at_s = fields.get("step"), fields.get("at_s")
+        self.summary.checkpoints += message.event == "checkpoint_saved"
+        self.board.checkpoint(
+            message.child,
+            message.event,
+            str(fields.get("request_id")),
+            step if isinstance(step, int) else 0,
+            at_s if isinstance(at_s, float) else message.at_s,
+        )
 
     def _from_yardstick(self, message: Message) -> None:
         fields = message.fields

@@ -38,6 +38,7 @@ class DemoSettings:
         size: Height and width in pixels; ``None`` is small, and fit for the model's family.
         frames: Frames of a video; ``None`` likewise.
         steps: Denoising steps.
+        preempt: The last request is interactive, comes when the batch ones fill the denoise workers, and overtakes one.
         checkpoint_every: A denoising job's state is saved after every so many steps; 0 for never.
         output: Folder for what the run leaves.
         seed: Seed of the first request; each further one has the next.
@@ -63,6 +64,7 @@ class DemoSettings:
     size: int | None = None
     frames: int | None = None
     steps: int = 20
+    preempt: bool = False
     checkpoint_every: int = 5
     output: Path = Path("out/demo")
     seed: int = 0
@@ -83,6 +85,8 @@ class DemoSettings:
             if getattr(self, name) < 0:
                 message = f"{name}={getattr(self, name)!r} must not be negative"
                 raise ConfigError(message, field=name)
+        if self.preempt:
+            self._check_preemption()
         cache_bytes(self.embedding_cache)  # refuses what is no size
         if self.engine == "memory":
             message = "engine='memory' serves one process only; use mooncake or shm"
@@ -93,6 +97,17 @@ class DemoSettings:
         if self.output.exists() and not self.output.is_dir():
             message = f"output={str(self.output)!r} is no folder; name a folder"
             raise ConfigError(message, field="output")
+
+    def _check_preemption(self) -> None:
+        for field, wrong, needed in (
+            ("checkpoint_every", self.checkpoint_every < 1, "above 0: a job is left where its state is saved"),
+            ("steps", self.steps < 8, "8 or more: a job is left in its middle"),
+            ("requests", self.requests <= self.denoise_workers, "above denoise_workers, which batch requests fill"),
+            ("kill", self.kill != "none", "none: one fault at a time"),
+        ):
+            if wrong:
+                message = f"{field}={getattr(self, field)!r} with preempt must be {needed}"
+                raise ConfigError(message, field=field)
 
     @property
     def starts_store(self) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from moonrelay.orchestrator import shortcut
 from moonrelay.queueing.base import StageQueue
-from moonrelay.queueing.task import Plain, StageTask
+from moonrelay.queueing.task import Plain, Priority, StageTask
 
 if TYPE_CHECKING:
     from moonrelay.cache.embeddings import EmbeddingCache
@@ -27,6 +27,7 @@ class Submitter:
         requests: Each request's fields, by id.
         ahead: Payload of the ``denoise`` task of those that could go past encode, by id.
         cache: Asked whether embeddings are there; ``None`` where none is used.
+        interactive: The one request that is interactive, all others being batch, and that waits for `release`.
 
     Threads: one.
     """
@@ -38,18 +39,32 @@ class Submitter:
         requests: Mapping[str, Mapping[str, Plain]],
         ahead: Mapping[str, Mapping[str, Plain]],
         cache: EmbeddingCache | None,
+        interactive: str | None = None,
     ) -> None:
         self._queue = queue
         self._stages = stages
         self._waiting = dict(requests)
         self._ahead = ahead if cache is not None else {}
         self._cache = cache
+        self.interactive = interactive
+        self._held_back = interactive
         #: Which request encodes what.
         self._promised: dict[str, str] = {}
+
+    def release(self) -> None:
+        """Let the interactive request be submitted with the next look."""
+        self._held_back = None
+
+    def _priority(self, name: str) -> Priority | None:
+        if self.interactive is None:
+            return None
+        return "interactive" if name == self.interactive else "batch"
 
     def submit_due(self, board: Board) -> None:
         """Submit what need not wait, or need not wait any more."""
         for name in list(self._waiting):
+            if name == self._held_back:
+                continue
             payload = self._ahead.get(name)
             digests = [key.digest for key in shortcut.kept_in(payload).values()]
             owners = {self._promised.get(digest) for digest in digests}
@@ -59,7 +74,12 @@ class Submitter:
                 self._promised.setdefault(digest, name)
             shortcut.submit(
                 self._queue,
-                StageTask(request_id=name, stage=self._stages[0], payload={"request": self._waiting.pop(name)}),
+                StageTask(
+                    request_id=name,
+                    stage=self._stages[0],
+                    payload={"request": self._waiting.pop(name)},
+                    priority=self._priority(name),
+                ),
                 ahead=None if payload is None else StageTask(stage=self._stages[1], payload=payload),
                 cache=self._cache,
             )

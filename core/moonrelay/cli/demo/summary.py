@@ -177,6 +177,29 @@ class Kill:
         return self.attempt_after is not None and self.attempt_after > self.attempt
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yield:
+    """A batch job that was left for the interactive request.
+
+    Attributes:
+        request_id: Whose job it was.
+        made_way_for: The interactive request.
+        stage: Where.
+        worker: Who left it.
+        attempt: That delivery's number.
+        at_s: When, in seconds since the run began.
+        note: How far it had come, in the worker's words.
+    """
+
+    request_id: str
+    made_way_for: str
+    stage: str
+    worker: str
+    attempt: int
+    at_s: float
+    note: str
+
+
 @dataclass(slots=True, kw_only=True)
 class Summary:
     """The whole run."""
@@ -185,6 +208,8 @@ class Summary:
     settings: Mapping[str, Json]
     numerics: Mapping[str, Json] = field(default_factory=dict)
     killed: Kill | None = None
+    yields: list[Yield] = field(default_factory=list)
+    checkpoints: int = 0
     deliveries: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     problem: str | None = None
@@ -209,6 +234,8 @@ class Summary:
             "killed": None
             if self.killed is None
             else {**asdict(self.killed), "at_s": _rounded(self.killed.at_s), "survived": self.killed.survived},
+            "yields": [self._yield_dict(one) for one in self.yields],
+            "checkpoints": self.checkpoints,
             "paths": dict(self.paths),
             "embeddings": {"hits": self._embeddings("cache_hits"), "misses": self._embeddings("cache_misses")},
             "deliveries": dict(self.deliveries),
@@ -243,15 +270,37 @@ class Summary:
                 f"; {self.killed.worker} was killed in the middle of {self.killed.request_id}, "
                 f"done again as attempt {self.killed.attempt_after}{self._taken_up(self.killed)}"
             )
+        for one in self.yields:
+            line += (
+                f"; {one.request_id} made way on {one.worker} at {one.at_s:.1f} s for {one.made_way_for}, and went on"
+            )
+            line += self._went_on(one.request_id, one.stage)
         return line
+
+    def _yield_dict(self, one: Yield) -> dict[str, Json]:
+        stage = self._stage(one.request_id, one.stage)
+        plain: dict[str, Json] = asdict(one)
+        return plain | {
+            "at_s": _rounded(one.at_s),
+            "resumed_step": None if stage is None else stage.resumed_step,
+            "steps_redone": None if stage is None else stage.steps_redone,
+        }
+
+    def _stage(self, request_id: str, stage: str) -> StageReport | None:
+        stages = (report.stages for report in self.requests if report.prompt.request_id == request_id)
+        return next((found[stage] for found in stages if stage in found), None)
+
+    def _went_on(self, request_id: str, stage: str) -> str:
+        """Say from where a job went on that had been left."""
+        found = self._stage(request_id, stage)
+        return "" if found is None else f" from step {found.resumed_step}, {found.steps_redone} steps done twice"
 
     def _embeddings(self, which: str) -> int:
         return sum(int(getattr(report, which)) for report in self.requests)
 
     def _taken_up(self, killed: Kill) -> str:
         """Say from where a killed worker's job went on; nothing for a stage without steps."""
-        stages = (report.stages for report in self.requests if report.prompt.request_id == killed.request_id)
-        stage = next((found[killed.stage] for found in stages if killed.stage in found), None)
+        stage = self._stage(killed.request_id, killed.stage)
         if stage is None or not (stage.resumed_step or stage.steps_redone):
             return ""
         return f" from step {stage.resumed_step}, {stage.steps_redone} steps done twice"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from moonrelay.cli.demo.board import Board, Span, WorkerRow
+from moonrelay.cli.demo.board import Board, Mark, Span, WorkerRow
 from moonrelay.cli.demo.summary import RequestReport, StageReport, Summary
 
 if TYPE_CHECKING:
@@ -19,12 +19,16 @@ _STAGE_COLOURS: Final = {"encode": "#59b3a9", "denoise": "#e1812c", "decode": "#
 _PATH_COLOURS: Final = {"p2p": "#1f4e9c", "store": "#8e44ad", "cache": "#c2185b"}
 _HIT: Final = "#c2185b"
 _KILL: Final = "#b3261e"
+_YIELD: Final = "#8a6d00"
+_SAVED: Final = "#22242a"
 _INK: Final = "#22242a"
 _SOFT: Final = "#8a8c94"
 _IDLE: Final = "#eceae4"
 _LANE: Final = 0.62
 _THIN: Final = 0.4
 _TALL: Final = 0.56
+#: Entries in one line of the legend.
+_LEGEND: Final = 7
 #: More requests than this get no row of their own.
 MAX_ROWS: Final = 40
 #: A hand-over is drawn at least this long, in parts of the whole time, so that it can be seen.
@@ -44,7 +48,7 @@ def draw_timeline(board: Board, summary: Summary, file: Path) -> None:
 
     lanes = len(board.workers) + 1
     rows = min(MAX_ROWS, len(summary.requests))
-    figure = Figure(figsize=(15, 2.2 + 0.42 * lanes + 0.68 * rows), dpi=110, facecolor="white", layout="constrained")
+    figure = Figure(figsize=(15, 2.6 + 0.42 * lanes + 0.68 * rows), dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[lanes + 1, 1.6 * rows + 1])
     _workers(top, board, summary)
@@ -59,8 +63,9 @@ def draw_timeline(board: Board, summary: Summary, file: Path) -> None:
         axes.set_axisbelow(True)
     if summary.killed is not None:
         _kill_mark(top, bottom, summary)
+    _yield_marks(top, bottom, summary)
     bottom.set_xlabel("seconds since the start", color=_INK)
-    _legend(figure, summary)
+    _legend(figure, board, summary)
     figure.savefig(file)
 
 
@@ -74,6 +79,9 @@ def _workers(axes: Axes, board: Board, summary: Summary) -> None:
     for span in board.spans:
         if span.worker in lanes:
             _bar(axes, board, span, lanes[span.worker])
+    for mark in board.marks:
+        if mark.worker in lanes:
+            _mark(axes, mark, mark.at_s - board.started_s, lanes[mark.worker])
     for span in board.undivided_spans:
         left, width = span.started_s - board.started_s, (span.ended_s or span.started_s) - span.started_s
         axes.barh(own, width, left=left, height=_LANE, color="#c9c6bd", edgecolor="white", linewidth=0.8)
@@ -101,23 +109,40 @@ def _bar(axes: Axes, board: Board, span: Span, lane: int) -> None:
     left = span.started_s - board.started_s
     width = (span.ended_s if span.ended_s is not None else span.started_s) - span.started_s
     broken = span.how != "completed"
+    colour = _broken_colour(span)
     axes.barh(
         lane,
         width,
         left=left,
         height=_LANE,
         color="white" if broken else _STAGE_COLOURS[span.stage],
-        edgecolor=_KILL if broken else "white",
+        edgecolor=colour if broken else "white",
         hatch="xxxx" if broken else None,
         linewidth=1.2 if broken else 0.8,
     )
     again = f" #{span.attempt}" if span.attempt > 1 else ""
-    _label(axes, left, width, lane, span.request_id + again, _end(board) - _begin(board), _KILL if broken else "white")
+    _label(axes, left, width, lane, span.request_id + again, _end(board) - _begin(board), colour if broken else "white")
+
+
+def _broken_colour(span: Span) -> str:
+    """Return the colour of a delivery that was not completed: left on purpose, or lost."""
+    return _YIELD if span.how == "preempted" else _KILL
+
+
+def _mark(axes: Axes, mark: Mark, at_s: float, lane: int) -> None:
+    """Mark a checkpoint: a tick where one was saved, an arrow where a job was taken up from one, a cross if refused."""
+    if mark.what == "checkpoint_saved":
+        axes.plot([at_s, at_s], [lane + 0.5 * _LANE, lane + 0.3 * _LANE], color=_SAVED, linewidth=1.0, zorder=4)
+        return
+    resumed = mark.what == "checkpoint_resumed"
+    axes.plot([at_s], [lane], ">" if resumed else "x", color=_YIELD if resumed else _KILL, markersize=7, zorder=5)
+    text = f"from step {mark.step}" if resumed else "refused"
+    axes.annotate(text, (at_s, lane), xytext=(5, 14), textcoords="offset points", fontsize=7, color=_INK, zorder=5)
 
 
 def _label(axes: Axes, left: float, width: float, lane: float, text: str, whole: float, colour: str) -> None:
     if width > whole * 0.0078 * len(text):
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8} if colour == _KILL else None
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8} if colour in (_KILL, _YIELD) else None
         axes.text(left + width / 2, lane, text, ha="center", va="center", fontsize=8, color=colour, bbox=box)
 
 
@@ -131,7 +156,14 @@ def _requests(axes: Axes, board: Board, summary: Summary) -> None:
                 left = span.started_s - board.started_s
                 width = (span.ended_s or span.started_s) - span.started_s
                 axes.barh(
-                    number, width, left=left, height=_THIN, color="white", edgecolor=_KILL, hatch="xxxx", linewidth=1.0
+                    number,
+                    width,
+                    left=left,
+                    height=_THIN,
+                    color="white",
+                    edgecolor=_broken_colour(span),
+                    hatch="xxxx",
+                    linewidth=1.0,
                 )
     names = [f"{report.prompt.request_id} {'✓' if report.identical else '✗'}" for report in reports]
     axes.set_yticks(range(len(reports)), names)
@@ -199,20 +231,49 @@ def _kill_mark(top: Axes, bottom: Axes, summary: Summary) -> None:
     )
 
 
-def _legend(figure: Figure, summary: Summary) -> None:
+def _yield_marks(top: Axes, bottom: Axes, summary: Summary) -> None:
+    for one in summary.yields:
+        for axes in (top, bottom):
+            axes.axvline(one.at_s, color=_YIELD, linewidth=1.0, linestyle=(0, (2, 2)), zorder=4)
+        top.annotate(
+            f"{one.request_id} makes way for {one.made_way_for}",
+            (one.at_s, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(5, 4),
+            textcoords="offset points",
+            color=_YIELD,
+            fontsize=9,
+            va="bottom",
+        )
+
+
+def _legend(figure: Figure, board: Board, summary: Summary) -> None:
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles = [Patch(color=colour, label=stage) for stage, colour in _STAGE_COLOURS.items()]
+    handles: list[Line2D | Patch] = [Patch(color=colour, label=stage) for stage, colour in _STAGE_COLOURS.items()]
     handles += [
         Patch(color=_PATH_COLOURS[path], label=f"hand-over by {path}") for path in _PATH_COLOURS if summary.paths[path]
     ]
     if any(stage.cache_hits for report in summary.requests for stage in report.stages.values()):
-        handles.append(Patch(color=_HIT, label="◆ embedding from the cache"))
+        handles.append(Line2D([], [], color=_HIT, marker="D", linestyle="none", label="embedding from the cache"))
     handles.append(Patch(facecolor="white", edgecolor="#bdb9ae", hatch="////", label="loading"))
+    said = {mark.what for mark in board.marks}
+    if "checkpoint_saved" in said:
+        handles.append(Line2D([], [], linestyle="", marker="|", color=_SAVED, label="checkpoint"))
+    if "checkpoint_resumed" in said:
+        handles.append(Line2D([], [], linestyle="", marker=">", color=_YIELD, label="taken up from one"))
+    if summary.yields:
+        handles.append(Patch(facecolor="white", edgecolor=_YIELD, hatch="xxxx", label="made way"))
     if summary.killed is not None:
         handles.append(Patch(facecolor="white", edgecolor=_KILL, hatch="xxxx", label="lost with its worker"))
     figure.legend(
-        handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9, handlelength=1.4
+        handles=handles,
+        loc="outside upper right",
+        ncols=min(_LEGEND, len(handles)),
+        frameon=False,
+        fontsize=9,
+        handlelength=1.4,
     )
 
 
