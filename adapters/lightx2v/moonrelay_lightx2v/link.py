@@ -238,6 +238,7 @@ class StageLink:
             clock=self._clock,
             changed=self._changed,
             check_open=lambda: self._check_wanted(request),
+            make_room=self._make_room,
         )
         with self._changed:
             self._offered[handle.id] = _Offered(handle, request.names)
@@ -307,9 +308,8 @@ class StageLink:
         request, self._request = self._request, None
         if request is None:
             return
-        if self._caller is not None and request.names:
-            self._caller.forget(request.names)
         claim, request.claim = request.claim, None
+        consumed = claim is not None and error is None
         self._not_consumed = None
         if claim is not None:
             try:
@@ -322,6 +322,8 @@ class StageLink:
                 claim.nack()  # nothing of it is kept here
                 # Its work is done; an input that stays is ended by its lease.
                 logger.warning("%s: its input was not acknowledged: %s", said(request.names), exc)
+        if self._caller is not None and request.names:
+            self._caller.forget(request.names, taken=consumed)
         if self._desk is None or not request.names or request.sent:
             return
         if error is None:
@@ -449,6 +451,19 @@ class StageLink:
             message = f"{said(request.names)}: what came is no tree of a LightX2V stage"
             raise WireError(message, request_id=handle.request_id)
         return data[_TREE], dict(handle.metadata or {})
+
+    def _make_room(self) -> bool:
+        """Drop the oldest payload that a receiver gave back, as one that failed does; return whether there was one."""
+        payload_id = None if self._desk is None else self._desk.take_back()
+        if payload_id is None:
+            return False
+        logger.info("%s is dropped: a receiver failed with it, and its room is needed", payload_id)
+        with self._changed:
+            # Off the books first: nobody who asks for the same is to be told that this one has failed.
+            offered = self._offered.pop(payload_id, None)
+        if offered is not None:
+            self._connector.abort(offered.handle, "a receiver failed with it, and its room was needed")
+        return True
 
     def _drop(self, payload_id: str, reason: str) -> None:
         with self._changed:

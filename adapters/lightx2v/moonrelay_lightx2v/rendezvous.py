@@ -266,6 +266,15 @@ class Desk:
         with self._lock:
             self._book.withdraw(payload_id, over)
 
+    def take_back(self) -> str | None:
+        """Forget the oldest offer that a find gave back and that nobody has now: what is best done without.
+
+        Returns:
+            The id of its payload; ``None`` where there is none.
+        """
+        with self._lock:
+            return self._book.take_back()
+
     # The thread.
 
     def _send_soon(self, sendings: Iterable[Sending]) -> None:

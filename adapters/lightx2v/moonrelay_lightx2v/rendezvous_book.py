@@ -54,6 +54,7 @@ class Offer:
         payload_id: Of the payload.
         handle: What the finder gets.
         given: How many finds have it.
+        returned: One that had it did not need it, or failed with it.
         overtaken: A new request under the same exact name has begun; this one answers nobody any more.
     """
 
@@ -61,6 +62,7 @@ class Offer:
     payload_id: str
     handle: bytes
     given: int = 0
+    returned: bool = False
     overtaken: bool = False
 
     @property
@@ -267,6 +269,14 @@ class Book:
         while len(self._over) > MAX_ENTRIES:
             self._over.popitem(last=False)
 
+    def take_back(self) -> str | None:
+        """Forget the oldest offer that came back and that nobody has now; return its payload's id."""
+        for offer in self._offers:
+            if offer.returned and not offer.given:
+                self.withdraw(offer.payload_id, over=True)
+                return offer.payload_id
+        return None
+
     def closing(self) -> list[Sending]:
         """Return what the finds that wait are told when the desk closes."""
         return [Sending(waiter.route, waiter.token, Closing()) for waiter in self._waiters]
@@ -294,6 +304,8 @@ class Book:
         if found is None or taken:
             return []
         found.given -= 1
+        if isinstance(found, Offer):
+            found.returned = True
         self._expire(now)
         return self._push(found, now) if found.given == 0 and self._is_for_others(found) else []
 

@@ -155,8 +155,13 @@ class Caller:
         self._remember(names, search.token)
         return handle
 
-    def forget(self, names: Names) -> None:
-        """Tell the desks that the last find of these names is settled. Best effort; never blocks or raises."""
+    def forget(self, names: Names, *, taken: bool = True) -> None:
+        """Tell the desks that the last find of these names is settled. Best effort; never blocks or raises.
+
+        Args:
+            names: As they were given to `find`.
+            taken: Whether what was found was used up; if not, the desk may give it to another.
+        """
         if os.getpid() != self._pid:
             return
         with self._changed:
@@ -165,7 +170,7 @@ class Caller:
                 return
             lines = self._idle[-1]
             for number in range(len(self._peers)):
-                lines.send(number, pack_question(self._seal, token, Forget(taken=True)))
+                lines.send(number, pack_question(self._seal, token, Forget(taken=taken)))
 
     def close(self) -> None:
         """Close the sockets; a find under way ends with `ClosedError`. Idempotent.

@@ -35,6 +35,7 @@ def publish(
     clock: Clock,
     changed: threading.Condition,
     check_open: Callable[[], None],
+    make_room: Callable[[], bool],
 ) -> StageHandle:
     """Publish a copy of a payload, waiting for room for ``send_timeout_s`` where some may come.
 
@@ -45,6 +46,7 @@ def publish(
         clock: Time.
         changed: Notified when a payload of the connector ends.
         check_open: Raises where there is no use in waiting on.
+        make_room: Gives up what is best done without; returns whether there was something.
 
     Raises:
         CapacityError: It is larger than the pool, or there was no room in time.
@@ -69,6 +71,8 @@ def publish(
                     f"({held['payloads']} payloads; {exc})"
                 )
                 raise CapacityError(message, request_id=payload.request_id) from exc
+        if make_room():
+            continue
         with changed:
             clock.wait(changed, min(left_s, LOOK_S))
         check_open()

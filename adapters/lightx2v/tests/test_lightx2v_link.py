@@ -417,6 +417,21 @@ def test_a_full_pool_waits_for_room(links: Links) -> None:
     settle(encoder, transformer)
 
 
+def test_what_failed_requests_gave_back_leaves_a_full_pool_first(links: Links) -> None:
+    """Else an encoder's pool is full of it, and the encoder of no use until it has expired."""
+    encoder = links.start(ENCODER, pool=64 * KIB, send_timeout_s=20.0)
+    transformer = links.start(TRANSFORMER, dials=encoder, sends=False)
+    send(encoder, ("task:waits", "same:w"), 99.0, floats=2 * KIB)
+    for number in range(12):
+        names = (f"task:{number}", f"same:{number}")
+        send(encoder, names, float(number), floats=4 * KIB)
+        transformer.begin(names)
+        transformer.receive()
+        transformer.end(RuntimeError("out of memory"))
+    assert take(transformer, ("task:11", "same:11")) == 11.0, "the last one is there for another try"
+    assert take(transformer, ("task:waits", "same:w")) == 99.0, "what nobody had yet stays"
+
+
 def test_a_pool_that_stays_full_is_refused_by_its_setting(links: Links) -> None:
     encoder = links.start(ENCODER, pool=64 * KIB, send_timeout_s=0.3)
     transformer = links.start(TRANSFORMER, dials=encoder, sends=False)

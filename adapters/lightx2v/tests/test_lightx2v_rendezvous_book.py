@@ -277,6 +277,20 @@ def test_a_failure_for_the_same_waits_for_work_under_way() -> None:
     assert told.offer("two", "task:2", "same:x") == ["a"]
 
 
+def test_what_is_taken_back_is_the_oldest_that_came_back_and_nobody_has() -> None:
+    told = Told()
+    for payload in ("new", "given", "failed", "failed again"):
+        told.offer(payload, f"task:{payload}")
+    for find in ("given", "failed", "failed again"):
+        told.want(find, f"task:{find}")
+    assert told.book.take_back() is None
+    told.forget("failed", taken=False)
+    told.forget("failed again", taken=False)
+    told.want("another try", "task:failed")
+    assert [told.book.take_back(), told.book.take_back()] == ["failed again", None]
+    assert told.want("late", "task:failed again") == NotYet(working=False, over=True)
+
+
 @pytest.mark.parametrize("again", ["working", "offer"])
 def test_a_request_that_is_tried_again_has_no_failure(again: str) -> None:
     told = Told()
