@@ -20,8 +20,17 @@ from moonrelay_conformance.targets.base import Target
 
 #: Kind to entry-point group, in the order in which a bare name is looked for.
 GROUPS: Final[Mapping[str, str]] = MappingProxyType(
-    {"adapter": ADAPTERS, "engine": TRANSFERS, "relay": RELAYS, "queue": QUEUES}
+    {
+        "adapter": ADAPTERS,
+        "engine": TRANSFERS,
+        "relay": RELAYS,
+        "queue": QUEUES,
+        "cache": RELAYS,
+        "checkpoint": RELAYS,
+    }
 )
+#: Kinds of what stands over a relay and has its name, to the class of the target. A bare name never means them.
+_OVER: Final[Mapping[str, str]] = MappingProxyType({"cache": "CacheTarget", "checkpoint": "CheckpointTarget"})
 #: Kind to the module that makes a target from a name alone.
 _DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -74,7 +83,7 @@ class Targets:
             raise
 
     def _bare(self, name: str) -> Target:
-        kinds = [kind for kind, registry in self._registries.items() if name in registry.names()]
+        kinds = [kind for kind, registry in self._registries.items() if kind not in _OVER and name in registry.names()]
         if not kinds:
             every = {one.partition(":")[2] for one in self.names()}
             raise ConfigError(self._unknown(name, (*every, *self.names())), field="name")
@@ -84,6 +93,9 @@ class Targets:
         return self._named(kinds[0], name)
 
     def _named(self, kind: str, name: str) -> Target:
+        if kind in _OVER:
+            caches = importlib.import_module("moonrelay_conformance.targets.caches")
+            return _checked(getattr(caches, _OVER[kind])(self._named("relay", name)), f"{kind}:{name}", kind)
         default = _DEFAULTS.get(kind)
         if default is not None and not self._offers(kind, name):
             made = importlib.import_module(default).target_for(name)

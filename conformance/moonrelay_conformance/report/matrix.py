@@ -25,6 +25,8 @@ _TABLES: Final = (
     ("engine", None, "Transfer engines"),
     ("relay", None, "Relays"),
     ("queue", None, "Queues"),
+    ("cache", None, "Caches of embeddings"),
+    ("checkpoint", None, "Step checkpoints"),
 )
 
 

@@ -20,6 +20,8 @@ SUITES: Final[Mapping[str, str]] = MappingProxyType(
         "engine": "moonrelay_conformance.suites.engine:EngineConformance",
         "relay": "moonrelay_conformance.suites.relay:RelayConformance",
         "queue": "moonrelay_conformance.suites.queue:QueueConformance",
+        "cache": "moonrelay_conformance.suites.cache:CacheConformance",
+        "checkpoint": "moonrelay_conformance.suites.checkpoint:CheckpointConformance",
     }
 )
 
