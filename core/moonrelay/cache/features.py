@@ -295,7 +295,7 @@ class FeatureCache:
 
     def _put(self, digest: str, tensor: torch.Tensor, run: int) -> tuple[bool, int, int]:
         """Keep a copy; return whether, and how many entries of how many bytes gave way."""
-        kept = _kept(tensor) if tensor.nbytes <= self._capacity else None
+        kept = _kept(tensor, self._capacity)
         with self._lock:
             if kept is None or self._closed:
                 return False, 0, 0
@@ -492,13 +492,12 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)  # noqa: SLF001 - torch has no other word for it
 
 
-def _kept(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy to keep; ``None`` of what has a history, or is no plain tensor."""
+def _kept(tensor: torch.Tensor, at_most: int) -> torch.Tensor | None:
+    """Return a copy to keep; ``None`` of what has a history, is no plain tensor, or too large."""
     import torch
 
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.requires_grad:
-        return None
-    return tensor.clone()
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
+    return tensor.clone() if plain and tensor.nbytes <= at_most else None
 
 
 def _incomplete(name: str, why: str) -> IncompleteKey:
