@@ -43,6 +43,30 @@ def test_the_report_has_a_row_for_each_size_and_integrity(name: str, engine: str
     assert {"cpu", "cores", "load_1min", "versions"} <= set(report["host"])
 
 
+def test_the_cache_report_has_hits_one_key_and_prompts() -> None:
+    rows = bench("cache", "--encoder=small", "--rounds=1", "--processes=4", "--prompts=40")["rows"]
+    hits = {row["what"]: row for row in rows if "entry_bytes" in row}
+    assert set(hits) == {"encode", "miss", "store", "memory"}
+    assert hits["encode"]["of_encode"] == 1.0
+    assert all(row["seconds"] > 0 and row["entry_bytes"] == 4 << 20 for row in hits.values())
+    [one] = [row for row in rows if row["what"] == "one key"]
+    assert (one["processes"], one["answers"], one["encodes"], one["different"]) == (4, 4, 1, 1)
+    prompts = [row for row in rows if row["what"] == "prompts"]
+    assert len(prompts) == 6
+    for row in prompts:
+        assert row["in_memory"] + row["in_store"] + row["encoded"] == pytest.approx(1.0, abs=0.002)
+        assert row["encoded"] >= 1 - row["repeats"] - 0.001
+
+
+def test_the_checkpoint_report_has_each_distance_and_a_recovery() -> None:
+    plain, *kept, recovery = bench("checkpoint", "--step-ms=2", "--rounds=1")["rows"]
+    assert (plain["every"], plain["rounds"]) == (0, 1)
+    assert [row["every"] for row in kept] == [1, 5, 10]
+    assert all(row["ratio"] > 0 and row["call_s"] > 0 and row["saved"] > 0 and row["failed"] == 0 for row in kept)
+    assert 0 < recovery["resumed_step"] <= recovery["cut_after"]
+    assert recovery["recovered_s"] > recovery["resume_s"] > 0
+
+
 @pytest.mark.alone  # other tests kill owners of segments meanwhile
 def test_nothing_is_left_behind() -> None:
     before = abandoned_segments()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moonrelay.cli.bench import command, host
+from moonrelay.cli.bench import cache_table, command, host
 from moonrelay.cli.bench.samples import (
     MAX_ROUNDS,
     MIN_ROUNDS,
@@ -173,3 +173,86 @@ def test_a_wrong_engine_is_refused_by_name(measured):
     assert isinstance(result.exception, ConfigError)
     assert "engine='tcp'" in str(result.exception)
     assert not measured
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        (
+            {"what": "encode", "encoder": "large", "parameters": 334_000_000, "seconds": 4.25},
+            "encode (T5 large, 334 M parameters): 4.25 s",
+        ),
+        (
+            {"what": "store", "entry_bytes": 4 << 20, "seconds": 0.0042, "of_encode": 0.001},
+            "store of 4 MiB: 4.2 ms, 0.10% of encoding",
+        ),
+        (
+            {
+                "what": "one key",
+                "processes": 32,
+                "encode_s": 1.0,
+                "encodes": 1,
+                "different": 1,
+                "median_s": 1.25,
+                "last_s": 2.0,
+            },
+            "one key, 32 processes, encoding 1 s: 1 encode, 1 different result, median 1.25 s, last 2 s",
+        ),
+        (
+            {
+                "what": "prompts",
+                "exponent": 1.0,
+                "memory_holds": 0.02,
+                "store_holds": 0.1,
+                "prompts": 1000,
+                "in_memory": 0.3,
+                "in_store": 0.2,
+                "encoded": 0.5,
+                "repeats": 0.75,
+            },
+            (
+                "prompts, Zipf 1.0: memory holds 2% and the store 10% of 1000; 30% in memory, 20% in the store, "
+                "50% encoded (75% repeats)"
+            ),
+        ),
+        ({"every": 0, "step_s": 0.11}, "step without checkpoints: 110 ms"),
+        (
+            {
+                "every": 5,
+                "step_s": 0.111,
+                "ratio": 1.01,
+                "ratio_quartiles": (0.99, 1.03),
+                "saved": 18,
+                "ratio_of_least": 1.005,
+                "call_s": 0.0001,
+                "call_of_step": 0.0009,
+                "state_bytes": 32 << 20,
+                "skipped": 0,
+            },
+            (
+                "k = 5: 111 ms, +1.0% (-1.0% to +3.0%), least +0.5%; the loop kept 0.1 ms a step, 0.09%; "
+                "18 of 32 MiB saved, 0 skipped"
+            ),
+        ),
+        (
+            {
+                "recovery": True,
+                "cut_after": 33,
+                "resumed_step": 30,
+                "resume_s": 0.05,
+                "recovered_s": 0.4,
+                "started_over_s": 4.0,
+                "ratio": 0.1,
+            },
+            "cut off after step 33: taken up at step 30 in 50 ms, there again in 0.4 s; starting over 4 s (0.1)",
+        ),
+    ],
+)
+def test_caches_and_checkpoints_are_told_in_words(row: dict[str, object], line: str) -> None:
+    assert cache_table.line(row) == line
+
+
+def test_an_encoder_that_is_not_there_is_named() -> None:
+    done = CliRunner().invoke(command.bench, ["cache", "--encoder=huge"])
+    assert isinstance(done.exception, ConfigError)
+    assert "encoder" in str(done.exception)

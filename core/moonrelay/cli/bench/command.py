@@ -17,6 +17,7 @@ from moonrelay.clock import Clock, SystemClock
 from moonrelay.config import require_one_of
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 ENGINES: Final = ("mooncake", "shm")
@@ -59,6 +60,72 @@ def latency(
     _run(measure, engine, sizes, rounds, _latency_table() if not as_json else None, _latency_cells)
 
 
+@bench.command()
+def cache(
+    encoder: Annotated[str, typer.Option(help="T5 encoder that is timed: small, base, large or xl.")] = "large",
+    store: Annotated[
+        str | None, typer.Option(help="Relay, e.g. mooncake://host:port.", show_default="an embedded one")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=0, help="Rounds of hits; 0 is seven.")] = 0,
+    processes: Annotated[int, typer.Option(min=1, help="How many ask for one key at once.")] = 32,
+    prompts: Annotated[int, typer.Option(min=10, help="How many different prompts there are.")] = 1000,
+    as_json: AsJson = False,
+) -> None:
+    """Compare hits of the embedding cache with encoding; 32 processes on one key; prompts as they repeat."""
+    from moonrelay.cli.bench.cache import ENCODERS, measure
+    from moonrelay.cli.bench.cache_table import show
+
+    require_one_of(_Encoder(encoder), "encoder", tuple(ENCODERS))
+    rows = measure(encoder, rounds or None, store, SystemClock(), processes=processes, prompts=prompts)
+    _report(rows, None if as_json else show)
+
+
+@bench.command()
+def checkpoint(
+    step_ms: Annotated[float, typer.Option(min=1, help="How long a step takes at least.")] = 110.0,
+    store: Annotated[
+        str | None, typer.Option(help="Relay, e.g. mooncake://host:port.", show_default="an embedded one")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=0, help="Rounds of ten steps each; 0 is seven.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what step checkpoints add to a step, and a job that is taken up again against starting over."""
+    from moonrelay.cli.bench.cache_table import show
+    from moonrelay.cli.bench.checkpoint import measure
+
+    _report(measure(step_ms / 1e3, rounds or None, store, SystemClock()), None if as_json else show)
+
+
+class _Encoder:
+    """The encoder asked for; an object, so that the check can name its field."""
+
+    def __init__(self, encoder: str) -> None:
+        self.encoder = encoder
+
+
+def _report(rows: Iterator[Row], show: Callable[[Console, Row], None] | None) -> None:
+    """Print each row when it is there, or all of them as JSON; with the machine and its load."""
+    from rich.console import Console
+
+    facts = host.describe()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    kept: list[Row] = []
+    for row in rows:
+        kept.append(row)
+        if show is not None:
+            show(console, row)
+    facts["load_1min_after"] = host.load()
+    if show is None:
+        typer.echo(json.dumps({"rows": kept, "host": facts}, indent=2))
+    else:
+        _machine(console, facts)
+
+
+def _machine(console: Console, facts: Row) -> None:
+    load = f"load {facts['load_1min']} to {facts['load_1min_after']}"
+    console.print(f"{facts['cpu']}, {facts['cores']} cores, {load}", markup=False)
+
+
 class _Chosen:
     """The engine asked for; an object, so that the check can name its field."""
 
@@ -88,9 +155,7 @@ def _run(
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
     console.print(table)
-    console.print(
-        f"{facts['cpu']}, {facts['cores']} cores, load {facts['load_1min']} to {facts['load_1min_after']}", markup=False
-    )
+    _machine(console, facts)
 
 
 def _overhead_table() -> Table:
