@@ -33,8 +33,8 @@ _WRAPPED: Final = "_moonrelay_wrapped"
 
 _LATENT_SHAPE: Final = "latent_shape"
 _LATENTS: Final = "latents"
-#: In our metadata: a digest of the prompt that a payload was made for.
-_PROMPT: Final = "prompt"
+#: In our metadata: digests of what a payload was made for, by field.
+_ASKED: Final = "asked"
 #: Of the host's ``input_info``: where its Qwen runner puts what it received.
 _IMAGES: Final = "image_encoder_output"
 #: Of the host's ``input_info``: what a decoder must know of an image, which its latents do not tell.
@@ -54,7 +54,7 @@ class RunnerEnd:
         link: The role's end of the hand-over.
         request: What the server asked last, as it handed it to the runner; ``None`` where it has not asked since.
         depth: How deep the runner is in ``run_pipeline``: one that calls its parent's is one request.
-        prompt: A digest of the prompt of the request that it works on, where that has one.
+        asked: Digests of what the request that it works on asks for, by field.
         rooms: What ``disagg_config`` says of rooms and ranks, before any request overwrites it.
         texts: Puts a cache before the runner's text encoder; ``None`` where none was chosen.
     """
@@ -63,7 +63,7 @@ class RunnerEnd:
     rooms: Mapping[str, Any] = field(default_factory=dict)
     request: dict[str, Any] | None = None
     depth: int = 0
-    prompt: str | None = None
+    asked: Mapping[str, str] = field(default_factory=dict)
     texts: TextSeam | None = None
 
 
@@ -113,7 +113,7 @@ def dispatching(native: type, *, device: Callable[[], Any] | None = None) -> typ
             if end is None:
                 super().send_encoder_outputs(inputs, latent_shape)
                 return
-            end.link.send({**inputs, _LATENT_SHAPE: latent_shape}, metadata={_PROMPT: end.prompt})
+            end.link.send({**inputs, _LATENT_SHAPE: latent_shape}, metadata={_ASKED: dict(end.asked)})
             logger.info("[moonrelay] encoder outputs offered")
 
         def receive_encoder_outputs(self) -> Any:
@@ -121,7 +121,7 @@ def dispatching(native: type, *, device: Callable[[], Any] | None = None) -> typ
             if end is None:
                 return super().receive_encoder_outputs()
             data, metadata = end.link.receive()
-            _check_prompt(end, metadata)
+            _check_asked(end, metadata)
             return fields.on_device(data, where())
 
         def send_transformer_outputs(self, latents: Any) -> None:
@@ -131,7 +131,7 @@ def dispatching(native: type, *, device: Callable[[], Any] | None = None) -> typ
                 return
             asked = getattr(self, "input_info", None)
             sizes = {name: _plain(getattr(asked, name, None)) for name in _SIZES}
-            end.link.send({_LATENTS: latents.detach()}, metadata={**sizes, _PROMPT: end.prompt})
+            end.link.send({_LATENTS: latents.detach()}, metadata={**sizes, _ASKED: dict(end.asked)})
             logger.info("[moonrelay] latents offered")
 
         def receive_transformer_outputs(self) -> Any:
@@ -139,7 +139,7 @@ def dispatching(native: type, *, device: Callable[[], Any] | None = None) -> typ
             if end is None:
                 return super().receive_transformer_outputs()
             data, metadata = end.link.receive()
-            _check_prompt(end, metadata)
+            _check_asked(end, metadata)
             latents = fields.on_device(data[_LATENTS], where())
             # The runner reads sizes here that packed latents do not tell.
             self._p2_receive_meta = {
@@ -231,7 +231,7 @@ def _bracketed(run: Callable[..., Any]) -> Callable[..., Any]:
         request, end.request = end.request, None
         end.depth += 1
         try:
-            end.prompt = pairing.prompt_of(request, asked)
+            end.asked = pairing.asked_of(request, asked)
             names = pairing.names_of(request, asked, by_content=_pairs_by_content(self, end))
             end.link.begin(names, cancelled=given_up.watch(request))
             result = run(self, *args, **kwargs)
@@ -267,13 +267,16 @@ def _remembering(load: Callable[..., Any], owner: type) -> Callable[..., Any]:
     return load_text_encoder
 
 
-def _check_prompt(end: RunnerEnd, metadata: Mapping[str, object]) -> None:
-    theirs = metadata.get(_PROMPT)
-    if theirs is not None and end.prompt is not None and theirs != end.prompt:
+def _check_asked(end: RunnerEnd, metadata: Mapping[str, object]) -> None:
+    theirs = metadata.get(_ASKED)
+    if not isinstance(theirs, Mapping):
+        return
+    other = [name for name, digest in end.asked.items() if theirs.get(name, digest) != digest]
+    if other:
         message = (
-            f"what the role before made under this request's id is for another prompt ({end.link.config.receives}): "
-            "two requests go by one id, or the roles were asked for different things; give each request a task_id or "
-            "data_bootstrap_room of its own, and all roles the same body"
+            f"what the role before made under this request's id is for another {' and '.join(other)} "
+            f"({end.link.config.receives}): two requests go by one id, or the roles were asked for different things; "
+            "give each request a task_id or data_bootstrap_room of its own, and all roles the same body"
         )
         raise ConfigError(message, field="data_bootstrap_room")
 

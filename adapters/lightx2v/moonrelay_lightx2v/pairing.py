@@ -6,8 +6,8 @@ for. So clients that send one id to all roles are paired by it; and clients that
 host's example scripts do, are paired by what they ask for: two requests that ask for the very same, seed included, get
 the very same bytes, and whose are whose makes no difference to anybody. Nothing is ever paired by the order of arrival.
 
-An id belongs to one request at a time. One that two requests go by at once is found by their prompts: what was made for
-another prompt is refused by the role that received it.
+An id belongs to one request at a time. One that two requests go by is found by what they ask for: what was made for
+another prompt, shape or image is refused by the role that received it. So is what a failed request left under its id.
 
 Files that a request names count by what is in them: the host's servers write an image that came with a request to a
 path of their own. A request of a server that names a file which this role cannot see goes by its ids alone; without a
@@ -66,6 +66,8 @@ _DERIVED: Final = (
     "audio_clip",
 )
 _LEFT_OUT: Final = frozenset({*IDS, *_RESULTS, *_DERIVED, "task"})
+#: What must be the same at all roles wherever it is given.
+_TELL_APART: Final = ("prompt", "negative_prompt", "target_shape", "image_path")
 #: Of the host: a field's value that nobody gave, by the name of its type.
 _UNSET: Final = "_UnsetType"
 #: An id that is longer goes by its digest.
@@ -107,17 +109,24 @@ def names_of(request: Mapping[str, Any] | None, asked: Any, *, by_content: bool 
     return tuple(dict.fromkeys(name for name in found if name is not None))
 
 
-def prompt_of(request: Mapping[str, Any] | None, asked: Any) -> str | None:
-    """Return a digest of a request's prompt, to find one id that was given to two requests; ``None`` without one.
+def asked_of(request: Mapping[str, Any] | None, asked: Any) -> dict[str, str]:
+    """Return digests of what a request asks for, by field, to find one id that was given to two requests.
+
+    Fields that nobody gave, or that have no exact form here, are left out; so is the seed, which a server draws itself.
 
     Args:
         request: As for `names_of`.
         asked: As for `names_of`.
+
+    Blocks: to read the files that the request names.
     """
-    prompt = getattr(asked, "prompt", None) if request is None else request.get("prompt")
-    if not isinstance(prompt, str) or not prompt:
-        return None
-    return hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    given = _fields(asked) if request is None else request
+    found: dict[str, str] = {}
+    for name in _TELL_APART:
+        digest = None if _is_nothing(given.get(name)) else _digest({name: given[name]}, _content)
+        if digest is not None:
+            found[name] = digest
+    return found
 
 
 def said(names: Names) -> str:

@@ -324,6 +324,25 @@ def test_one_id_for_two_requests_at_once_is_found(start: Any) -> None:
     assert torch.equal(found, right("t2v", prompt="second"))
 
 
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({"negative_prompt": "blue"}, {"negative_prompt": "red"}),
+        ({"target_shape": [32, 48]}, {"target_shape": [48, 32]}),
+    ],
+)
+def test_what_a_failed_request_left_under_its_id_is_no_other_ones(
+    start: Any, given: dict[str, Any], left: dict[str, Any]
+) -> None:
+    """The client tries again under one room and asks for something else; its transformer asks first."""
+    deployment = start("t2v", 2)
+    (name,) = given
+    deployment.post("encoder", "a", data_bootstrap_room=5, **left)
+    answer = deployment.post("transformer", "b", data_bootstrap_room=5, **given)
+    assert (answer["status"], answer["error_type"]) == ("failed", "ConfigError")
+    assert f"for another {name} (encoder outputs)" in answer["error"]
+
+
 def test_an_id_may_be_used_again(start: Any) -> None:
     deployment = start("t2v", 3)
     for prompt in ("first", "second"):

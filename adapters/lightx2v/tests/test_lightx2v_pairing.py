@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightx2v_double import I2VInputInfo, T2VInputInfo
 
-from moonrelay_lightx2v.pairing import names_of, prompt_of, said
+from moonrelay_lightx2v.pairing import asked_of, names_of, said
 
 BODY: dict[str, Any] = {
     "prompt": "a red cat",
@@ -211,7 +211,23 @@ def test_said() -> None:
     assert said(()) == "a request without a name"
 
 
-def test_prompts_are_told_apart() -> None:
-    asked = T2VInputInfo(prompt="a")
-    assert prompt_of(None, asked) == prompt_of({"prompt": "a"}, T2VInputInfo()) != prompt_of({"prompt": "b"}, asked)
-    assert prompt_of({"prompt": ""}, asked) is prompt_of({}, asked) is prompt_of(None, object()) is None
+def test_what_is_asked_for_is_told_apart_field_by_field(tmp_path: Path) -> None:
+    image, other = tmp_path / "1.png", tmp_path / "2.png"
+    image.write_bytes(b"a")
+    other.write_bytes(b"b")
+    given = {"prompt": "a", "negative_prompt": "n", "target_shape": [32, 48], "image_path": str(image), "seed": 1}
+    found = asked_of(given, object())
+    assert sorted(found) == ["image_path", "negative_prompt", "prompt", "target_shape"]
+    for name, value in {
+        "prompt": "b",
+        "negative_prompt": "",
+        "target_shape": [48, 32],
+        "image_path": str(other),
+    }.items():
+        changed = asked_of({**given, name: value}, object())
+        assert {key for key in found if changed.get(key) != found[key]} == {name}
+    assert asked_of({**given, "seed": 2, "image_path": str(tmp_path / "gone")}, object()).keys() == found.keys() - {
+        "image_path"
+    }
+    assert asked_of(None, T2VInputInfo(prompt="a")) == asked_of({"prompt": "a", "target_shape": []}, T2VInputInfo())
+    assert asked_of({"prompt": ""}, T2VInputInfo(prompt="a")) == asked_of(None, object()) == {}
