@@ -14,17 +14,20 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import msgspec
+
 from moonrelay.clock import Deadline, SystemClock
 from moonrelay.config import StoreConfig
 from moonrelay.connector import DiffusionConnector
 from moonrelay.errors import ConfigError, DeadlineExceeded, MoonrelayError, WireError
 from moonrelay_conformance.capability import Capability, Support
 from moonrelay_conformance.sides.connector_side import RECORDS_BYTES, mode_of
-from moonrelay_conformance.targets.adapter import AdapterSide, Outgoing, PipelineRun, SideSettings, Ticket
+from moonrelay_conformance.targets.adapter import AdapterSide, Encoded, Outgoing, PipelineRun, SideSettings, Ticket
 from moonrelay_conformance.targets.connector import ConnectorGround, ConnectorTarget
 from moonrelay_vllm_omni import plugin, real_run
 from moonrelay_vllm_omni.directory import KeyDirectory
 from moonrelay_vllm_omni.mapping import RawBuffer
+from moonrelay_vllm_omni.real_encode import EncodeStage
 from moonrelay_vllm_omni.receiving import is_lost
 
 #: The edge on which all payloads of a run go.
@@ -47,6 +50,7 @@ class VllmOmniSide(AdapterSide):
         self._numbers = itertools.count()
         self._usual = (1, settings.lease_ttl_s)
         self._connectors: dict[tuple[int, float], Any] = {}
+        self._encoding: EncodeStage | None = None
 
     @classmethod
     def prepare(cls) -> None:
@@ -91,6 +95,12 @@ class VllmOmniSide(AdapterSide):
         key, metadata = _parts(ticket)
         self._connector().cleanup(key, from_stage=FROM_STAGE, to_stage=TO_STAGE, metadata=metadata)
 
+    def encode(self, prompt: str, negative: str, *, cached: bool) -> Encoded:
+        if self._encoding is None:
+            self._encoding = EncodeStage(self.extra(), Path(self.settings.extra["model"]))
+        made = self._encoding.encode(prompt, negative, cached=cached)
+        return Encoded(positive=dict(made.positive), negative=dict(made.negative), computed=made.computed)
+
     def in_use(self) -> Mapping[str, int]:
         """Return what is held; a connector that was made for other leases goes when it holds nothing more."""
         for lease, connector in list(self._connectors.items()):
@@ -101,6 +111,8 @@ class VllmOmniSide(AdapterSide):
         return {name: sum(health[name] for health in held) for name in names}
 
     def close(self) -> None:
+        if self._encoding is not None:
+            self._encoding.close()
         for connector in self._connectors.values():
             connector.close()
 
@@ -204,6 +216,7 @@ class VllmOmniTarget(ConnectorTarget):
             **super().capabilities(),
             **dict.fromkeys(self.WITHOUT, Support.UNSUPPORTED),
             Capability.PIPELINE: Support.FULL if runs else Support.UNSUPPORTED,
+            Capability.EMBEDDING_CACHE: Support.FULL if runs else Support.UNSUPPORTED,
         }
 
     @cached_property
@@ -262,11 +275,16 @@ class ByKeyVllmOmniTarget(VllmOmniTarget):
 
 
 class VllmOmniGround(ConnectorGround):
-    """The connector's ground, whose sweep looks after the directory of keys too."""
+    """The connector's ground, whose sweep looks after the directory of keys too; and a place for a tiny model."""
 
     def __init__(self, folder: Path, *, engine: str, relay: str) -> None:
         self._keys: KeyDirectory | None = None
+        self._model = folder / "encoding" / "model"
         super().__init__(folder, engine=engine, relay=relay)
+
+    def settings(self, settings: SideSettings) -> SideSettings:
+        made = super().settings(settings)
+        return msgspec.structs.replace(made, extra={**made.extra, "model": str(self._model)})
 
     def sweep(self) -> None:
         super().sweep()

@@ -94,16 +94,7 @@ def paint(extra: Mapping[str, Any], folder: Path, *, timeout_s: float) -> Painte
     clock = SystemClock()
     deadline = Deadline(timeout_s, clock)
     model = folder / "model"
-    try:
-        built = subprocess.run(
-            [sys.executable, "-c", _BUILD, str(model)], timeout=timeout_s, capture_output=True, text=True, check=False
-        )
-    except subprocess.TimeoutExpired as exc:
-        message = f"building the tiny model took more than {timeout_s:g} s"
-        raise DeadlineExceeded(message) from exc
-    if built.returncode:
-        message = f"the tiny model could not be built: {built.stderr.strip()[-400:]}"
-        raise PeerLost(message)
+    build(model, timeout_s=timeout_s)
     inbox = Inbox()
     painted: dict[str, str] = {}
     with ExitStack() as stack:
@@ -125,6 +116,29 @@ def paint(extra: Mapping[str, Any], folder: Path, *, timeout_s: float) -> Painte
                 late = f"{missing} took more than {timeout_s:g} s; see the logs in {folder}"
                 raise DeadlineExceeded(late)
     return Painted(undivided=painted[UNDIVIDED], divided=painted[DIVIDED])
+
+
+def build(model: Path, *, timeout_s: float) -> None:
+    """Make the tiny random Qwen-Image: always the same.
+
+    Args:
+        model: The folder to make.
+        timeout_s: Bound; ten seconds are usual, most of them imports.
+
+    Raises:
+        DeadlineExceeded: It took too long.
+        PeerLost: It could not be made; the message holds the last words.
+    """
+    try:
+        built = subprocess.run(
+            [sys.executable, "-c", _BUILD, str(model)], timeout=timeout_s, capture_output=True, text=True, check=False
+        )
+    except subprocess.TimeoutExpired as exc:
+        message = f"building the tiny model took more than {timeout_s:g} s"
+        raise DeadlineExceeded(message) from exc
+    if built.returncode:
+        message = f"the tiny model could not be built: {built.stderr.strip()[-400:]}"
+        raise PeerLost(message)
 
 
 def undivided_deploy() -> dict[str, Any]:
