@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -23,11 +23,14 @@ from moonrelay.queueing.base import StageQueue
 from moonrelay.queueing.task import Plain, StageTask
 from moonrelay_conformance.capability import Capability, Support
 from moonrelay_conformance.sides.connector_side import ConnectorSide
-from moonrelay_conformance.targets.adapter import PipelineRun
-from moonrelay_conformance.targets.connector import ConnectorTarget
+from moonrelay_conformance.targets.adapter import Denoised, Encoded, PipelineRun, SideSettings
+from moonrelay_conformance.targets.connector import ConnectorGround, ConnectorTarget
 from moonrelay_diffusers.families.base import STAGES
 from moonrelay_diffusers.frames import frames_digest
 from moonrelay_diffusers.plugin import DiffusersAdapter
+
+if TYPE_CHECKING:
+    from moonrelay_diffusers.conformance_stages import Stages
 
 _REQUEST: Final = "conformance-0"
 _PROMPT: Final = "A red fox in the snow"
@@ -42,8 +45,43 @@ class DiffusersSide(ConnectorSide):
     """A stage of a diffusers pipeline as producer and consumer: the connector itself.
 
     In this adapter the host is our own loop, which calls exactly these methods of the connector. There is no
-    translation of a host's that could differ from the connector's, and none is pretended.
+    translation of a host's that could differ from the connector's, and none is pretended. Its encode and denoise stage
+    are a tiny model's, made and loaded when they are first asked for.
     """
+
+    def __init__(self, settings: SideSettings) -> None:
+        super().__init__(settings)
+        self._stages: Stages | None = None
+
+    def encode(self, prompt: str, negative: str, *, cached: bool) -> Encoded:
+        return self._loaded().encode(prompt, negative, cached=cached)
+
+    def denoise(self, request_id: str, *, seed: int, steps: int, stop_after: int | None) -> Denoised:
+        return self._loaded().denoise(request_id, seed=seed, steps=steps, stop_after=stop_after)
+
+    def close(self) -> None:
+        if self._stages is not None:
+            self._stages.close()
+        super().close()
+
+    def _loaded(self) -> Stages:
+        if self._stages is None:
+            from moonrelay_diffusers.conformance_stages import Stages
+
+            self._stages = Stages(self.connector, Path(self.settings.extra["model"]))
+        return self._stages
+
+
+class DiffusersGround(ConnectorGround):
+    """The connector's ground, and a place for a tiny model."""
+
+    def __init__(self, folder: Path, *, engine: str, relay: str) -> None:
+        self._model = folder / "model"
+        super().__init__(folder, engine=engine, relay=relay)
+
+    def settings(self, settings: SideSettings) -> SideSettings:
+        made = super().settings(settings)
+        return msgspec.structs.replace(made, extra={**made.extra, "model": str(self._model)})
 
 
 class DiffusersTarget(ConnectorTarget):
@@ -60,7 +98,17 @@ class DiffusersTarget(ConnectorTarget):
 
     def capabilities(self) -> Mapping[Capability, Support]:
         there, _ = DiffusersAdapter().available()
-        return {**super().capabilities(), Capability.PIPELINE: Support.FULL if there else Support.UNSUPPORTED}
+        model = Support.FULL if there else Support.UNSUPPORTED
+        kept = model if self.relay != "none" else Support.UNSUPPORTED
+        return {
+            **super().capabilities(),
+            Capability.PIPELINE: model,
+            Capability.EMBEDDING_CACHE: kept,
+            Capability.CHECKPOINTS: kept,
+        }
+
+    def ground(self, folder: Path) -> DiffusersGround:
+        return DiffusersGround(folder, engine=self.engine, relay=self.relay)
 
     def host(self) -> str:
         version = DiffusersAdapter().host_version()

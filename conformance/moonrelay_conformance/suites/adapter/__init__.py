@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moonrelay_conformance.suites.adapter.caching import CheckpointTests, EmbeddingCacheTests
 from moonrelay_conformance.suites.adapter.cases import CorpusTests
 from moonrelay_conformance.suites.adapter.faults import ControlFaultTests, EngineFaultTests, RelayFaultTests
 from moonrelay_conformance.suites.adapter.leaks import LeakTests
@@ -27,5 +28,7 @@ class AdapterConformance(
     DeadConsumerTests,
     WreckTests,
     PipelineTests,
+    EmbeddingCacheTests,
+    CheckpointTests,
 ):
     """What every host adapter must pass. Subclass it and set ``target``."""
