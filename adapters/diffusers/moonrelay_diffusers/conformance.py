@@ -30,7 +30,7 @@ from moonrelay_diffusers.frames import frames_digest
 from moonrelay_diffusers.plugin import DiffusersAdapter
 
 if TYPE_CHECKING:
-    from moonrelay_diffusers.conformance_stages import Stages
+    from moonrelay_diffusers.sample_stages import Stages
 
 _REQUEST: Final = "conformance-0"
 _PROMPT: Final = "A red fox in the snow"
@@ -54,10 +54,12 @@ class DiffusersSide(ConnectorSide):
         self._stages: Stages | None = None
 
     def encode(self, prompt: str, negative: str, *, cached: bool) -> Encoded:
-        return self._loaded().encode(prompt, negative, cached=cached)
+        made = self._loaded().encode(prompt, negative, cached=cached)
+        return Encoded(positive=made[0], negative=made[1], computed=made[2])
 
     def denoise(self, request_id: str, *, seed: int, steps: int, stop_after: int | None) -> Denoised:
-        return self._loaded().denoise(request_id, seed=seed, steps=steps, stop_after=stop_after)
+        made = self._loaded().denoise(request_id, seed=seed, steps=steps, stop_after=stop_after)
+        return Denoised(result=made[0], first_step=made[1], computed=made[2])
 
     def close(self) -> None:
         if self._stages is not None:
@@ -66,7 +68,7 @@ class DiffusersSide(ConnectorSide):
 
     def _loaded(self) -> Stages:
         if self._stages is None:
-            from moonrelay_diffusers.conformance_stages import Stages
+            from moonrelay_diffusers.sample_stages import Stages
 
             self._stages = Stages(self.connector, Path(self.settings.extra["model"]))
         return self._stages

@@ -1,7 +1,7 @@
-"""A tiny Wan's encode and denoise stage in a side of the conformance suite, with the host's caches.
+"""A tiny Wan's encode and denoise stage with the host's caches: what a side of the conformance suite runs.
 
-Owns the stages of one side: the encoder is counted by a hook on it, the loop by its own reports. What stands between
-them and the caches is the program's own code. Imports torch and diffusers, so it is imported when a side is asked to.
+Owns the stages of one process: the encoder is counted by a hook on it, the loop by its own reports. What stands between
+them and the caches is the program's own code. Imports torch and diffusers, so it is imported when they are asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, Final
 from moonrelay import DiffusionConnector
 from moonrelay.cache.checkpoint import Checkpointer
 from moonrelay.cache.embeddings import EmbeddingCache
-from moonrelay_conformance.targets.adapter import Denoised, Encoded
 from moonrelay_diffusers import GenerationRequest, load_stage, tiny
 from moonrelay_diffusers.families.base import Embeds, Text
 from moonrelay_diffusers.loop import RunCheckpoints
@@ -33,10 +32,10 @@ class _Left(BaseException):
 
 
 class Stages:
-    """The stages of one side, loaded when first used.
+    """The stages of one process, loaded when first used.
 
     Args:
-        connector: The side's; its store takes both caches.
+        connector: Its store takes both caches.
         model: Folder of the tiny model; made by whoever needs it first.
     """
 
@@ -48,8 +47,12 @@ class Stages:
         self._forwards = 0
         deterministic_setup(1)
 
-    def encode(self, prompt: str, negative: str, *, cached: bool) -> Encoded:
-        """Encode as the program of the encode stage does; see `AdapterSide.encode`."""
+    def encode(self, prompt: str, negative: str, *, cached: bool) -> tuple[dict[str, Any], dict[str, Any], int]:
+        """Encode as the program of the encode stage does.
+
+        Returns:
+            What it hands on for the prompt, for the negative prompt, and how often the encoder computed.
+        """
         runner = self._stage("encode")
         before = self._forwards
         made = runner.run(_request(prompt, negative), embed=self._kept if cached else None)
@@ -57,10 +60,15 @@ class Stages:
         for name, part in made.items():
             if name != "params":
                 trees[name.startswith(_NEGATIVE)][name.removeprefix(_NEGATIVE)] = part
-        return Encoded(positive=trees[0], negative=trees[1], computed=self._forwards - before)
+        return (*trees, self._forwards - before)
 
-    def denoise(self, request_id: str, *, seed: int, steps: int, stop_after: int | None) -> Denoised:
-        """Denoise as the program of the denoise stage does; see `AdapterSide.denoise`."""
+    def denoise(self, request_id: str, *, seed: int, steps: int, stop_after: int | None) -> tuple[Any, int, int]:
+        """Denoise as the program of the denoise stage does, with a checkpoint after each step.
+
+        Returns:
+            The latents (``None`` of a loop that was left after ``stop_after`` steps), steps that it did not have to do,
+            and steps that it did.
+        """
         tree = self._stage("encode").run(_request("a fox", "blurred", seed=seed, steps=steps))
         done: list[int] = []
         with Checkpointer(self._connector, every=1) as checkpointer:
@@ -75,10 +83,10 @@ class Stages:
             try:
                 latents = self._stage("denoise").run(tree, on_step=on_step, checkpoints=wanted)
             except _Left:
-                return Denoised(result=None, first_step=wanted.resumed_step, computed=len(done))
+                return None, wanted.resumed_step, len(done)
             wanted.finish()
             checkpointer.wait_idle(_WAIT_S)
-        return Denoised(result=latents, first_step=wanted.resumed_step, computed=len(done))
+        return latents, wanted.resumed_step, len(done)
 
     def close(self) -> None:
         """Let go of cache and models."""
@@ -114,7 +122,7 @@ class Stages:
         tiny.build_wan(made, _SEED)
         try:
             made.rename(self._model)
-        except OSError:  # another side was faster; what it built is the same
+        except OSError:  # another process was faster; what it built is the same
             shutil.rmtree(made)
 
 
