@@ -17,8 +17,8 @@ from lightx2v_scenarios import BLUE, RED, Request
 
 pytestmark = [pytest.mark.lightx2v, pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-#: Long enough at the transformer to be seen there.
-LONG: Request = {"prompt": "a red cat runs on the sea", "seed": 5, "infer_steps": 300}
+#: Long enough at the transformer to be seen there. By its shape: the host's runner takes its steps from the JSON alone.
+LONG: Request = {"prompt": "a red cat runs on the sea", "seed": 5, "target_shape": [768, 768]}
 ENDED = ("completed", "failed", "cancelled")
 TRANSFORMERS = ("transformer", "transformer-1")
 
