@@ -6,6 +6,7 @@ neither torch nor diffusers until a stage is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -110,6 +111,12 @@ class DiffusersAdapter:
     ) -> GenerationRequest:
         """Hold a request against a model; see `moonrelay_diffusers.stages.resolve_request`."""
         return resolve_request(model, request, family=family)
+
+    def random_encoder(self, width: int, depth: int, inner: int, tokens: int) -> tuple[Callable[[], object], int]:
+        """Make a text encoder of a stated size to be timed; see `moonrelay_diffusers.bench`."""
+        from moonrelay_diffusers.bench import random_t5
+
+        return random_t5(width, depth, inner, tokens)
 
     def conformance_target(self) -> AdapterTarget:
         """Return what the conformance suite tests; see `moonrelay_diffusers.conformance`."""

@@ -13,13 +13,15 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from moonrelay.cache.embeddings import EmbeddingCache
 from moonrelay.cache.keys import EmbeddingKey
 from moonrelay.clock import SystemClock
 from moonrelay.connector import DiffusionConnector
+
+if TYPE_CHECKING:
+    import torch
 
 
 def bench_key(prompt: str) -> EmbeddingKey:
@@ -30,11 +32,16 @@ def bench_key(prompt: str) -> EmbeddingKey:
 
 def embedding(shape: Sequence[int], seed: int = 0) -> dict[str, torch.Tensor]:
     """Return something of an embedding's form."""
+    import torch
+
     return {"embeds": torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)}
 
 
 def main() -> None:
     """Fork so many askers, let them begin together, and wait for their ends."""
+    import torch  # before the fork, so that nobody imports it for himself
+
+    torch.set_num_threads(1)
     settings = json.loads(sys.argv[1])
     gate, opened = os.pipe()
     pids = []
@@ -56,6 +63,8 @@ def main() -> None:
 
 
 def _ask(settings: dict[str, object], gate: int) -> None:
+    import torch
+
     clock = SystemClock()
     shape = [int(str(size)) for size in settings["shape"]] if isinstance(settings["shape"], list) else [1]
     encode_s = float(str(settings["encode_s"]))
