@@ -46,6 +46,11 @@ TARGETS = (
     "relay:mooncake",
     "queue:memory",
     "queue:sqlite",
+    "cache:memory",
+    "cache:local",
+    "cache:mooncake",
+    "checkpoint:local",
+    "checkpoint:mooncake",
 )
 #: What names a Python that can import LightX2V, which is on no package index.
 LIGHTX2V_PYTHON = "MOONRELAY_LIGHTX2V_PYTHON"
@@ -122,7 +127,7 @@ def wheel(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def conformance(session: nox.Session) -> None:
-    """Run the suite against every engine, relay, queue and adapter of this environment; leave a report of each.
+    """Run the suite against every engine, relay, queue, cache and adapter of this environment; leave a report of each.
 
     Two at a time, since most checks wait; what one says is shown when it has ended. Everything after ``--`` goes to
     each run, e.g. ``--level L1``.
@@ -220,7 +225,9 @@ def lightx2v(session: nox.Session) -> None:
         return
     scratch = Path(session.create_tmp()).resolve()
     environment = lightx2v_environment(session, python, scratch)
-    tests = ("-m", "lightx2v", "--durations", "15", "adapters/lightx2v/tests", *session.posargs)
+    # A start of the host takes minutes on a busy machine; each test bounds its own waits.
+    options = ("-o", "faulthandler_timeout=900", "--durations", "15")
+    tests = ("-m", "lightx2v", *options, "adapters/lightx2v/tests", *session.posargs)
     failed = []
     session.chdir(scratch / "away")
     for part, command in {"conformance": suite, "tests": ("-m", "pytest", *tests)}.items():

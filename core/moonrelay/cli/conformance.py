@@ -84,7 +84,7 @@ def conformance(
         bool, typer.Option("--keep", help="With --against: keep its columns that no report is of.")
     ] = False,
 ) -> None:
-    """Run the conformance suite against an adapter, engine, relay or queue; or join reports into a matrix."""
+    """Run the conformance suite against an adapter, engine, relay, queue or cache; or join reports."""
     given = names or []
     if not matrix and (markdown or against):
         message = f"{'--markdown' if markdown else '--against'} goes with --matrix"

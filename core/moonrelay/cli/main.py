@@ -77,7 +77,7 @@ COMMANDS: Final = (
     LazyCommand(
         name="conformance",
         target="moonrelay.cli.conformance:conformance",
-        help="Run the conformance suite against an adapter, engine, relay or queue; or join reports into a matrix.",
+        help="Run the conformance suite against an adapter, engine, relay, queue or cache; or join reports.",
     ),
 )
 
