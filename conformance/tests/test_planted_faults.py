@@ -9,22 +9,22 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
-from planted import adapter_faults, adapter_leaks, adapter_leases, adapters
+from planted import adapter_caching, adapter_faults, adapter_leaks, adapter_leases, adapters
 from planted.adapter_base import Catch, LapsesOnce, Planted
 
 from moonrelay_conformance import guard
 from moonrelay_conformance.results import Outcome, Result
 from moonrelay_conformance.run import run
 from moonrelay_conformance.sides.process import SidePool
-from moonrelay_conformance.suites.adapter import AdapterConformance, faults, leaks, peers, stage
+from moonrelay_conformance.suites.adapter import AdapterConformance, caching, faults, leaks, peers, stage
 
-MODULES = (adapters, adapter_leases, adapter_leaks, adapter_faults)
+MODULES = (adapters, adapter_leases, adapter_leaks, adapter_faults, adapter_caching)
 
 
 def faults_of(module: ModuleType) -> list[type[Planted]]:
     """Return the faults that a module plants, in its order."""
     made = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, Planted)]
-    return [one for one in made if one.__module__ == module.__name__]
+    return [one for one in made if one.__module__ == module.__name__ and hasattr(one, "caught")]
 
 
 FAULTS = [fault for module in MODULES for fault in faults_of(module)]
@@ -67,6 +67,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     # Longer, so that a reader is surely reading when it is killed: what it has told its producer by then stands.
     monkeypatch.setattr(peers, "READING_S", 0.3)
     monkeypatch.setattr(faults, "SLOW_S", 3.0)
+    monkeypatch.setattr(caching, "GONE_S", 1.0)
     monkeypatch.setitem(stage.Stage.settle.__kwdefaults__, "within_s", 1.0)
 
 
@@ -106,6 +107,14 @@ def test_without_a_fault_the_same_checks_pass(module: ModuleType, route: str, po
         ran = caught_by(report.results, fault.caught)
         assert ran, fault.__name__
         assert all(result.outcome.good for result in ran), fault.__name__
+
+
+@pytest.mark.processes
+def test_without_a_fault_a_hosts_caches_pass(pool: SidePool) -> None:
+    chosen = dict.fromkeys(fault.caught.test for fault in faults_of(adapter_caching))
+    report = run(adapter_caching.PlantedCaches(), select=tuple(chosen), pool=pool)
+    assert [result for result in report.results if result.outcome is Outcome.FAILED] == []
+    assert all(caught_by(report.results, Catch(test, ""))[0].outcome is Outcome.HELD for test in chosen)
 
 
 @pytest.mark.processes

@@ -17,7 +17,7 @@ from moonrelay_conformance.suites.base import promise
 MODEL_S = 180.0
 _STEPS = 4
 #: By when what a finished run removes must be gone.
-_GONE_S = 30.0
+GONE_S = 30.0
 
 
 class EmbeddingCacheTests(AdapterSuite):
@@ -124,7 +124,7 @@ class CheckpointTests(AdapterSuite):
         _denoise(side, name, stop_after=2)
         assert set(stage.ground.store_keys()) - before, "no checkpoint is in the store"
         _denoise(side, name)
-        until(lambda: not set(stage.ground.store_keys()) - before, _GONE_S)
+        until(lambda: not set(stage.ground.store_keys()) - before, GONE_S)
         left = sorted(set(stage.ground.store_keys()) - before)
         assert not left, f"a loop that has ended left {len(left)} objects, e.g. {left[0]}"
 
