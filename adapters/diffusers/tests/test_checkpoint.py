@@ -351,6 +351,11 @@ def _changed_threads(_runner: Any) -> Callable[[], None]:
     return lambda: torch.set_num_threads(threads)
 
 
+def _id_of(value: object) -> str:
+    """Name a test's parameter alike in every process of a run."""
+    return str(getattr(value, "__name__", value))
+
+
 def _scheduler(make: Callable[[], Any]) -> Callable[[Any], Callable[[], None]]:
     def change(runner: Any) -> Callable[[], None]:
         before = runner._pipe.scheduler
@@ -377,7 +382,7 @@ def _scheduler(make: Callable[[], Any]) -> Callable[[Any], Callable[[], None]]:
         ("seed", {"seed": 12}, None),
         ("numerics.threads", {}, _changed_threads),
     ],
-    ids=str,
+    ids=_id_of,
 )
 def test_whatever_differs_is_named_and_the_run_starts_afresh(
     field: str,
