@@ -23,10 +23,12 @@ from moonrelay.errors import (
     Cancelled,
     ClosedError,
     ConfigError,
+    DeadlineExceeded,
     LeaseExpired,
     LeaseHeld,
     LeaseLost,
     MoonrelayError,
+    TransferTimeout,
     WireError,
 )
 from moonrelay.handle import StageHandle
@@ -262,6 +264,7 @@ class StageLink:
         Raises:
             Cancelled: Its client has given it up.
             DeadlineExceeded: Nothing came under the request's names within ``transfer_timeout_s``.
+            LeaseHeld: Another receiver had it until then.
             PeerLost: The role before is gone, or was restarted while it worked on this request.
             Aborted: The role before failed; with its text.
             LeaseExpired: The role before made it, and nobody took it within its ``lease_ttl_s``.
@@ -275,18 +278,24 @@ class StageLink:
             message = f"a role of disagg_mode={self.config.role!r} receives nothing"
             raise ConfigError(message, field="disagg_mode")
         deadline = Deadline(self.config.transfer_timeout_s, self._clock)
+        held: str | None = None  # a text, not the error: that would keep this frame, and what the request gets
         while True:
             self._check_wanted(request)
-            raw = self._caller.find(request.names, deadline, cancelled=request.cancelled)
-            handle = StageHandle.from_bytes(raw)
             try:
+                raw = self._caller.find(request.names, deadline, cancelled=request.cancelled)
+                handle = StageHandle.from_bytes(raw)
                 return self._take(request, handle, deadline)
-            except LeaseHeld:
+            except LeaseHeld as exc:
                 # Another works on it, and may give it back. Meanwhile there may be another like it.
-                if deadline.expired:
+                if (deadline.remaining() or 0.0) <= LOOK_AGAIN_S:
                     raise
-                logger.debug("%s is held by another receiver, looking again", handle.id)
+                held = exc.message
+                logger.debug("%s is held by another receiver, looking again", said(request.names))
                 self._caller.forget(request.names)
+            except (DeadlineExceeded, TransferTimeout):
+                if held is None or not deadline.expired:
+                    raise
+                raise LeaseHeld(held, request_id=said(request.names)) from None
             except LeaseLost:
                 # Somebody consumed it meanwhile. Another may ask for the same, so there may be another like it; but
                 # what goes by this request's own id was this request's.

@@ -23,6 +23,7 @@ from moonrelay.errors import (
     ConfigError,
     DeadlineExceeded,
     LeaseExpired,
+    LeaseHeld,
     MoonrelayError,
     PeerLost,
     UnsupportedTensor,
@@ -310,6 +311,22 @@ def test_a_given_up_request_fails_no_other_one_that_asks_for_the_same(links: Lin
     transformer.send(tree(2.0))
     transformer.end()
     assert received.result(15.0) == 2.0
+
+
+@pytest.mark.parametrize("timeout_s", [0.1, 0.5, 1.0])
+def test_who_waits_for_what_another_holds_is_told_so_at_its_deadline(links: Links, timeout_s: float) -> None:
+    encoder = links.start(ENCODER, control=ControlConfig(claim_ttl_s=60.0, retry_s=0.2))
+    first = links.start(TRANSFORMER, dials=encoder, sends=False)
+    second = links.start(TRANSFORMER, dials=encoder, sends=False, transfer_timeout_s=timeout_s)
+    send(encoder, ("task:1",), 1.0)
+    first.begin(("task:1",))
+    first.receive()
+    second.begin(("task:1",))
+    with pytest.raises(LeaseHeld):
+        second.receive()
+    second.end(LeaseHeld("it is held"))
+    first.end()
+    settle(encoder, first, second)
 
 
 def test_who_came_too_late_keeps_nothing_alive(links: Links) -> None:
