@@ -30,7 +30,7 @@ from moonrelay import DiffusionConnector
 from moonrelay.cache.checkpoint import Checkpointer, CheckpointIdentity, StepState
 
 url, identity = sys.argv[1], json.loads(sys.argv[2])
-identity["latent_shape"] = tuple(identity["latent_shape"])
+identity.update({name: tuple(identity[name]) for name in ("latent_shape", "approximate")})
 conn = DiffusionConnector("denoise", "store", store_config={"url": url})
 checkpointer = Checkpointer(conn, every=1)
 session = checkpointer.session(CheckpointIdentity(**identity))

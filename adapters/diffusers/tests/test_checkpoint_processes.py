@@ -104,7 +104,7 @@ class House:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                text=True,
+                bufsize=0,  # a line that waits in a buffer of ours would be seen by no select
                 env=child_environment({}),
             )
         assert self.line()["event"] == "ready"
@@ -113,7 +113,7 @@ class House:
         assert self.process is not None
         assert self.process.stdout is not None
         readable, _, _ = select.select([self.process.stdout], [], [], TIMEOUT_S)
-        text = self.process.stdout.readline() if readable else ""
+        text = self.process.stdout.readline() if readable else b""
         assert text, (self.root / "worker.log").read_text()
         found: dict[str, Any] = json.loads(text)
         return found
@@ -134,8 +134,7 @@ class House:
         """Let the held job go on."""
         assert self.process is not None
         assert self.process.stdin is not None
-        self.process.stdin.write("go on\n")
-        self.process.stdin.flush()
+        self.process.stdin.write(b"go on\n")
 
     def kinds(self, request_id: str, stage: str = "denoise") -> list[str]:
         """Return what the queue says of a request's stage."""

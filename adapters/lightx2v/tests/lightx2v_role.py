@@ -48,7 +48,7 @@ class Role:
             [sys.executable, "-m", "lightx2v_role", json.dumps(given)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            bufsize=0,  # a line that waits in a buffer of ours would be seen by no select
             cwd=host,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "GLOO_SOCKET_IFNAME": "lo"},
         )
@@ -61,8 +61,7 @@ class Role:
 
     def tell(self, do: str, **given: Any) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **given}) + "\n")
-        self._process.stdin.flush()
+        self._process.stdin.write(json.dumps({"do": do, **given}).encode() + b"\n")
 
     def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> dict[str, Any]:
         assert self._process.stdout is not None

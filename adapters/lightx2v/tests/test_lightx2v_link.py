@@ -32,7 +32,7 @@ from moonrelay_lightx2v.config import DECODER, ENCODER, TRANSFORMER, LinkConfig
 from moonrelay_lightx2v.link import StageLink
 
 KIB = 1024
-CONTROL = ControlConfig(retry_s=0.2, claim_ttl_s=1.0, renew_s=0.2)
+CONTROL = ControlConfig(retry_s=0.2, claim_ttl_s=5.0, renew_s=0.2)
 
 
 class Links:

@@ -9,6 +9,7 @@ Exit codes: 0 done, 1 a failure, 2 a wrong setting or argument, 130 Ctrl-C, 143 
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import importlib.metadata
@@ -201,10 +202,13 @@ class _LogSettings:
 def _register(app: typer.Typer, frame: _Frame, command: LazyCommand) -> None:
     part = _import(command)
     if isinstance(part, typer.Typer):
-        for info in part.registered_commands:
+        # A copy: the module's own stays as it is, for whoever calls it without this frame.
+        group = copy.copy(part)
+        group.registered_commands = [copy.copy(info) for info in part.registered_commands]
+        for info in group.registered_commands:
             if info.callback is not None:
                 info.callback = _framed(frame, info.callback)
-        app.add_typer(part, name=command.name, help=command.help)
+        app.add_typer(group, name=command.name, help=command.help)
     else:
         app.command(command.name)(_framed(frame, cast("Command", part)))
 
