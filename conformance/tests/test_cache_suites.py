@@ -43,6 +43,8 @@ def failures(target: Target, test: str) -> list[str]:
     return [f"{one.test}: {one.reason}" for one in report.results if one.outcome is Outcome.FAILED]
 
 
+# A fault that raises in a thread of its own is told of later, in whatever test runs then.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(("kind", "name"), _cases())
 def test_a_planted_fault_is_caught_by_its_test(monkeypatch: pytest.MonkeyPatch, kind: str, name: str) -> None:
     monkeypatch.setattr(cache_bench, "GONE_S", 0.5)
